@@ -1,0 +1,3 @@
+PYTHON ?= python3.11
+VENV ?= .venv
+

@@ -1,0 +1,133 @@
+"""Configurations: each architecture's own, with the fields of its HLA layers.
+
+`ARCHITECTURES` is the one table of what is supported: the Transformers `model_type` and the prefix of its classes.
+A new architecture is a new line, as long as its attention projects, rotates, updates the cache and calls the
+attention function that its config names, as decoders in Transformers 5 do.
+"""
+
+import dataclasses
+import sys
+
+import transformers
+from huggingface_hub.dataclasses import strict
+
+from .ops_hla import FEATURE_MAPS, OPERATORS
+
+
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+NORMALIZERS = ("none", "mass", "count", "rms")
+ACCUMULATORS = ("query", "key", "softmax_query")
+
+
+@dataclasses.dataclass(kw_only=True)
+class HLAConfigMixin:
+    """
+    Fields of an HLA model beside those of its base architecture.
+
+    Args:
+        hla_operator (`str`, defaults to `"ahla"`):
+            `linear` (first order), `ahla`, `hla2` (second order) or `hla3` (third order).
+        hla_feature_map (`str`, defaults to `"hedgehog"`):
+            The features of queries and keys: `identity`, `softmax`, `elu`, `relu`, or `hedgehog`, a learned map per
+            head followed by the softmax of +x and of -x. Queries of `identity`, `elu` and `relu` are also multiplied
+            by the attention scale.
+        hla_normalizer (`str`, defaults to `"mass"`):
+            What the output is divided by: `mass` (the operator's row mass), `count` (the number of tokens so far),
+            `rms` (its root mean square per head), or `none`. With a window it is `mass`.
+        hla_decay (`float` or `str`, *optional*):
+            None, the decay per token as a number in (0, 1], or `learned`, one per key-value head.
+        hla_accumulator (`str`, defaults to `"query"`):
+            For `hla2` and `hla3`, the features under which values are stored: `query` is the paper's e = phi(q);
+            `key` takes u = phi(k) + b LA(phi(k), phi(k), phi(k)) with a learned b per key-value head that starts at
+            0: first order with a second-order correction of its keys; `softmax_query` is e = softmax(scale q).
+        hla_ridge (`float`, defaults to 0.0):
+            lambda in u = LA(e, k, k) + lambda e, for `hla2` and `hla3`.
+        hla_chunk_size (`int`, defaults to 64):
+            Tokens per block in training and prefill.
+        hla_layers (`list[int]`, *optional*):
+            The layers that are HLA, all by default. The others keep softmax attention and its growing cache.
+        hla_window (`int`, defaults to 64):
+            The last tokens, itself included, that a token attends to by softmax under the normaliser that it shares
+            with HLA. 0 is HLA alone. With a window, `ahla` and `hla3` mix values, (1 - b) v + b r, r the first-order
+            output and b learned per head from 0.
+        hla_num_sinks (`int`, defaults to 4):
+            The first tokens that a token attends to by softmax, if there is a window.
+    """
+
+    hla_operator: str = "ahla"
+    hla_feature_map: str = "hedgehog"
+    hla_normalizer: str = "mass"
+    hla_decay: int | float | str | None = None
+    hla_accumulator: str = "query"
+    hla_ridge: int | float = 0.0
+    hla_chunk_size: int = 64
+    hla_layers: list[int] | None = None
+    hla_window: int = 64
+    hla_num_sinks: int = 4
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if not hasattr(self, "auto_map"):
+            self.auto_map = self._own_auto_map()
+
+    def _own_auto_map(self) -> dict[str, str]:
+        prefix = type(self).__name__.removesuffix("Config")
+        return {
+            "AutoConfig": f"configuration_hla.{prefix}Config",
+            "AutoModel": f"modeling_hla.{prefix}Model",
+            "AutoModelForCausalLM": f"modeling_hla.{prefix}ForCausalLM",
+        }
+
+    def validate_hla(self) -> None:
+        """Raises ValueError naming the field, its value and what is allowed."""
+        for name, allowed in (
+            ("hla_operator", OPERATORS),
+            ("hla_feature_map", FEATURE_MAPS),
+            ("hla_normalizer", NORMALIZERS),
+            ("hla_accumulator", ACCUMULATORS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; it must be one of {allowed}")
+        for name, least in (("hla_ridge", 0), ("hla_chunk_size", 1), ("hla_window", 0), ("hla_num_sinks", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.hla_window > 0 and self.hla_normalizer != "mass":
+            raise ValueError(
+                f"hla_window={self.hla_window} shares its normaliser with HLA, so hla_normalizer must be 'mass', "
+                f"got {self.hla_normalizer!r}; set hla_window=0 for another one"
+            )
+        decay = self.hla_decay
+        if not (decay is None or decay == "learned" or (not isinstance(decay, str) and 0 < decay <= 1)):
+            raise ValueError(f"hla_decay must be None, a number in (0, 1] or 'learned', got {decay!r}")
+        layers, count = self.hla_layer_ids, self.num_hidden_layers
+        if len(set(layers)) < len(layers) or any(not 0 <= i < count for i in layers):
+            raise ValueError(f"hla_layers must be distinct and in 0..{count - 1}, got {layers}")
+
+    @property
+    def hla_layer_ids(self) -> list[int]:
+        """`hla_layers` with its default filled in."""
+        return list(range(self.num_hidden_layers)) if self.hla_layers is None else self.hla_layers
+
+    def to_diff_dict(self) -> dict:
+        # A later version's defaults must not change what a saved model computes, so every field is written.
+        return super().to_diff_dict() | {f.name: getattr(self, f.name) for f in dataclasses.fields(HLAConfigMixin)}
+
+    def save_pretrained(self, *args, **kwargs) -> None:
+        self.auto_map = self._own_auto_map()  # one that names the repository it came from would not hold in a new one
+        super().save_pretrained(*args, **kwargs)
+
+
+def _config_class(model_type: str, prefix: str) -> type:
+    base = getattr(transformers, f"{prefix}Config")
+    attributes = {
+        "model_type": f"hla_{model_type}",
+        "_auto_class": "AutoConfig",  # saving copies this file, so that the directory loads without the package
+        "__module__": __name__,
+        "__doc__": f"[`{base.__name__}`] with HLA layers.\n{HLAConfigMixin.__doc__}",
+    }
+    return strict(type(f"HLA{prefix}Config", (HLAConfigMixin, base), attributes))
+
+
+CONFIG_CLASSES = {model_type: _config_class(model_type, prefix) for model_type, prefix in ARCHITECTURES.items()}
+for _class in CONFIG_CLASSES.values():
+    setattr(sys.modules[__name__], _class.__name__, _class)

@@ -1,0 +1,320 @@
+"""HLA models: each architecture's own classes plus one mixin, no decoder code.
+
+Every decoder's attention in Transformers 5 projects q, k, v, rotates them, updates the cache, calls the attention
+function that its config names, and projects the result. So an HLA layer is the architecture's attention module with
+    - a config that names the attention function "hla", which calls back `HLAAttention.mix` with q, k and v;
+    - `HLAAttention` mixed into its class, which holds the few new parameters and hands on this layer's cache.
+Parameter names stay those of the base model, so converting is loading. Layers that keep softmax attention are
+untouched, with whatever attention implementation the user asked for.
+"""
+
+import copy
+import inspect
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache as cached
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from .cache_hla import new_cache, use_hla_layers
+from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin
+from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, windowed_attention
+
+
+_PURE_OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
+# Transformers renamed the argument after 5.20.
+_CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
+def _cache_of(arguments: dict):
+    return arguments.get("cache", arguments.get("past_key_values"))
+
+
+def hla_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask,
+    hla_mask=None,
+    hla_cache=None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """The attention function "hla": q `[B, H, T, d]`, k and v `[B, Hkv, T, d]` as softmax attention takes them.
+
+    `hla_mask` is the `[B, T]` padding mask of these T tokens (None: no padding), `hla_cache` this layer's cache.
+    """
+    state = None if hla_cache is None or hla_cache.state is None else tuple(x.to(query.device) for x in hla_cache.state)
+    out, state = module.mix(query, key, value, hla_mask, state)
+    if hla_cache is not None:
+        hla_cache.state = state
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("hla", hla_attention_forward)
+
+
+class HLAAttention:
+    """Mixed over an architecture's attention class: the parameters of an HLA layer and its mixing of tokens."""
+
+    config: HLAConfigMixin
+
+    def add_hla_parameters(self, like: Tensor) -> None:
+        """Creates the layer's parameters, on the device and in the dtype of `like`."""
+        config = self.config
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, self.head_dim
+        shapes = {}
+        if config.hla_feature_map == "hedgehog":
+            shapes |= {"hla_q_map": (heads, dim, dim), "hla_k_map": (kv_heads, dim, dim)}
+        if config.hla_window > 0:
+            shapes["hla_gate"] = (heads,)  # log g: the weight of what lies beyond the window
+            if config.hla_operator in ("ahla", "hla3"):
+                shapes["hla_value_mix"] = (heads,)
+        if config.hla_operator in ("hla2", "hla3") and config.hla_accumulator == "key":
+            shapes["hla_key_mix"] = (kv_heads,)
+        if config.hla_decay == "learned":
+            shapes["hla_decay_logit"] = (kv_heads,)
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, device=like.device, dtype=like.dtype)))
+
+    @torch.no_grad()
+    def reset_hla_parameters(self) -> None:
+        """Feature maps start as the identity, mixes as 0 (first order), decays as 1 - 2^-5 to 1 - 2^-12."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name in ("hla_q_map", "hla_k_map"):
+                init.copy_(parameter, torch.eye(self.head_dim).expand(parameter.shape))
+            elif name == "hla_decay_logit":
+                init.copy_(parameter, torch.linspace(5, 12, parameter.numel()) * math.log(2))
+            elif name == "hla_gate":
+                init.zeros_(parameter)
+            elif name in ("hla_value_mix", "hla_key_mix"):
+                init.zeros_(parameter)
+
+    def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+        cache = _cache_of(kwargs)
+        if cache is not None and self.config._attn_implementation == "hla":
+            kwargs["hla_cache"] = cache.layers[self.layer_idx]
+        return super().forward(*args, **kwargs)
+
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Out `[B, H, T, d]` and the new state: the number of real tokens seen, then what the operator remembers."""
+        config = self.config
+        operator, name = config.hla_operator, config.hla_feature_map
+        scale = self.scaling
+        feature_scale = scale if name in ("identity", "elu", "relu") else 1.0
+
+        def query_map(q):
+            return feature_map(name, q, getattr(self, "hla_q_map", None)) * feature_scale
+
+        def key_map(k):
+            return feature_map(name, k, getattr(self, "hla_k_map", None))
+
+        if config.hla_decay == "learned":
+            log_decay = nn.functional.logsigmoid(self.hla_decay_logit.float())
+        else:
+            log_decay = None if config.hla_decay is None else math.log(config.hla_decay)
+        accumulators = {"query": query_map, "key": None, "softmax_query": lambda q: (q * scale).softmax(-1)}
+        accumulator = accumulators[config.hla_accumulator]
+        second_order = {}
+        if operator in ("hla2", "hla3"):
+            second_order["ridge"] = config.hla_ridge + (accumulator is None)
+            second_order["coefficient"] = self.hla_key_mix.float() if accumulator is None else 1.0
+
+        if config.hla_window > 0:
+            return windowed_attention(
+                q, k, v, window=config.hla_window, num_sinks=config.hla_num_sinks, operator=operator,
+                query_map=query_map, key_map=key_map, gate=self.hla_gate.float().exp(), accumulator_map=accumulator,
+                value_mix=self.hla_value_mix.float() if operator in ("ahla", "hla3") else 1.0,
+                scale=scale, log_decay=log_decay, attention_mask=mask, initial_state=state, return_state=True,
+                chunk_size=config.hla_chunk_size, **second_order,
+            )  # fmt: skip
+
+        features_k = key_map(k)
+        if second_order:
+            second_order["e"] = features_k if accumulator is None else accumulator(q)
+        seen, *state = (q.new_zeros(q.shape[0], dtype=torch.long),) if state is None else state
+        out, state = _PURE_OPERATORS[operator](
+            query_map(q), features_k, v, scale=1.0, log_decay=log_decay, attention_mask=mask,
+            normalize=config.hla_normalizer == "mass", initial_state=state or None, return_state=True,
+            chunk_size=config.hla_chunk_size, **second_order,
+        )  # fmt: skip
+        steps = torch.ones_like(q[:, 0, :, 0], dtype=torch.long) if mask is None else mask.long()
+        count = seen[:, None] + steps.cumsum(1)
+        if config.hla_normalizer == "count":
+            out = out / count.clamp(min=1)[:, None, :, None].to(out.dtype)
+        elif config.hla_normalizer == "rms":
+            out = nn.functional.rms_norm(out, out.shape[-1:])
+        return out, (count[:, -1], *state)
+
+
+@cached
+def _attention_class(base: type) -> type:
+    return type(f"HLA{base.__name__}", (HLAAttention, base), {"__module__": __name__})
+
+
+class HLAModelMixin:
+    """Over a Transformers model class: its chosen attention layers become HLA layers."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._add_hla()
+
+    def _add_hla(self) -> None:
+        decoder = self.base_model
+        decoder.__class__ = _hla_class(type(decoder))
+        config = decoder.config
+        # HLA layers have a config that names their attention function whatever the softmax layers use.
+        decoder.hla_config = copy.copy(config)
+        decoder.hla_config._attn_implementation = "hla"
+        if len(config.hla_layer_ids) == config.num_hidden_layers:
+            config._attn_implementation = "hla"  # no softmax layer: no T x T mask is made
+        for i in config.hla_layer_ids:
+            attention = decoder.layers[i].self_attn
+            attention.__class__ = _attention_class(type(attention))
+            attention.config = decoder.hla_config
+            attention.add_hla_parameters(like=attention.o_proj.weight)
+            attention._is_hf_initialized = False
+            attention.reset_hla_parameters()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HLAAttention):
+            module.reset_hla_parameters()
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> Tensor | None:
+        """Masks are made in the forward, which needs the 2D one."""
+        return attention_mask
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if _cache_of(model_kwargs) is not None:
+            use_hla_layers(_cache_of(model_kwargs), self.config.hla_layer_ids)
+
+
+class HLADecoderMixin(HLAModelMixin):
+    """Over the decoder (`LlamaModel` and so on): gives each HLA layer its padding mask and its cache."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache=None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        if cache is None:
+            cache = kwargs.pop("past_key_values", None)
+        if self.hla_config._attn_implementation == "hla":
+            config = self.config
+            use_cache = config.use_cache if use_cache is None else use_cache
+            if cache is not None:
+                use_hla_layers(cache, config.hla_layer_ids)
+            elif use_cache and not (self.training and self.is_gradient_checkpointing):
+                cache = new_cache(config)
+            if attention_mask is not None:
+                batch, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
+                kwargs["hla_mask"] = self._padding_mask(attention_mask, batch, length, cache)
+        kwargs[_CACHE_ARGUMENT] = cache
+        return super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
+
+    @staticmethod
+    def _padding_mask(attention_mask: Tensor, batch: int, length: int, cache) -> Tensor | None:
+        """The part of a `[B, past + T]` mask that belongs to these T tokens, or None if none of them is padding."""
+        past = 0 if cache is None else cache.get_seq_length()
+        if (
+            attention_mask.ndim != 2
+            or attention_mask.shape[0] != batch
+            or attention_mask.shape[1] not in (length, past + length)
+        ):
+            raise ValueError(
+                f"attention_mask must be [B, T] with B={batch} and T={past + length} (past and new tokens), "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        mask = attention_mask[:, -length:]
+        return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+
+
+_HLA_CLASSES: dict[type, type] = {}
+
+
+def _hla_class(cls: type) -> type:
+    return _HLA_CLASSES.get(cls, cls)
+
+
+def _model_class(model_type: str, base: type, mixin: type, auto_class: str) -> type:
+    attributes = {
+        "config_class": CONFIG_CLASSES[model_type],
+        "_auto_class": auto_class,  # saving copies this file and those it imports
+        "__module__": __name__,
+        "__doc__": f"[`{base.__name__}`] whose attention layers are higher-order linear attention.",
+    }
+    cls = type(f"HLA{base.__name__}", (mixin, base), attributes)
+    setattr(sys.modules[__name__], cls.__name__, cls)
+    _HLA_CLASSES[base] = cls
+    return cls
+
+
+MODEL_CLASSES, CAUSAL_LM_CLASSES = {}, {}
+for _model_type, _prefix in ARCHITECTURES.items():
+    MODEL_CLASSES[_model_type] = _model_class(
+        _model_type, getattr(transformers, f"{_prefix}Model"), HLADecoderMixin, "AutoModel"
+    )
+    CAUSAL_LM_CLASSES[_model_type] = _model_class(
+        _model_type, getattr(transformers, f"{_prefix}ForCausalLM"), HLAModelMixin, "AutoModelForCausalLM"
+    )
+
+
+def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
+    """Turns a softmax model into the HLA model of its architecture, in place: the weights are not copied.
+
+    Args:
+        model: a `LlamaForCausalLM`, `Qwen3Model` and so on, of an architecture in `ARCHITECTURES`.
+        hla_settings: the `hla_*` fields of its new config.
+    Raises: ValueError if the architecture is not supported or a setting is wrong; `model` is then as it was.
+    """
+    model_type = model.config.model_type
+    if type(model) not in _HLA_CLASSES:
+        raise ValueError(
+            f"{type(model).__name__} (model_type {model_type!r}) cannot be converted; supported are the base and "
+            f"causal language models of {', '.join(ARCHITECTURES)}"
+        )
+    settings = model.config.to_dict()
+    for name in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config"):
+        settings.pop(name, None)
+    base_config, config = model.config, CONFIG_CLASSES[model_type](**settings, **hla_settings)
+    config.name_or_path = base_config.name_or_path
+    config._attn_implementation = base_config._attn_implementation
+    for module in model.modules():
+        if getattr(module, "config", None) is base_config:
+            module.config = config
+    model.__class__ = _HLA_CLASSES[type(model)]
+    model._add_hla()
+    return model
+
+
+@contextmanager
+def softmax_attention(model: PreTrainedModel, implementation: str = "sdpa") -> Iterator[None]:
+    """Within this context the HLA layers compute their base model's softmax attention, with the same weights."""
+    decoder = model.base_model
+    before = decoder.config._attn_implementation, decoder.hla_config._attn_implementation
+    decoder.config._attn_implementation = decoder.hla_config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        decoder.config._attn_implementation, decoder.hla_config._attn_implementation = before

@@ -1,0 +1,97 @@
+"""The operators by their literal definitions, token by token or as T x T matrices in float64, for one head at a time.
+
+Nothing here shares code with hla_hf: what the tests compare with must be readable beside the paper.
+"""
+
+import torch
+
+
+def decay_matrix(log_decay, length):
+    """D[t, j] = product of the decays of tokens j+1..t for j <= t, else 0; `log_decay` None, a number or `[T]`."""
+    if log_decay is None:
+        log_decay = 0.0
+    log_decay = torch.as_tensor(log_decay, dtype=torch.float64).expand(length)
+    rows = []
+    for t in range(length):
+        rows.append(
+            torch.stack(
+                [log_decay[j + 1 : t + 1].sum().exp() if j <= t else torch.zeros(()).double() for j in range(length)]
+            )
+        )
+    return torch.stack(rows)
+
+
+def operator(name, q, k, v, *, decays=None, e=None, coefficient=1.0, ridge=0.0, normalize=False):
+    """One head: q, k `[T, d]`, v `[T, dv]`, q already scaled; `decays` one log decay per pass, inner first."""
+    length = len(q)
+    lower = torch.ones(length, length, dtype=torch.float64).tril()
+    e = q if e is None else e
+    passes = {"linear": 1, "hla2": 2, "ahla": 2, "hla3": 3}[name]
+    D = [decay_matrix(d, length) for d in (decays or [None] * passes)]
+    W = [(q @ k.T) * lower * d for d in D]
+    E = (e @ k.T) * lower * D[0]
+    UU = coefficient * (q @ k.T) @ E.T + ridge * q @ e.T
+    matrix = {
+        "linear": lambda: W[0],
+        "hla2": lambda: UU * lower * D[1],
+        "ahla": lambda: W[1] @ W[0],
+        "hla3": lambda: (UU * lower * D[2]) @ W[1],
+    }[name]()
+    out = matrix @ v
+    if normalize:
+        mass = matrix.sum(-1, keepdim=True)
+        out = out / (torch.where(mass < 0, -1.0, 1.0) * mass.abs().clamp(min=1e-6))
+    return out
+
+
+def windowed(
+    name, q, k, v, phi_q, phi_k, *, window, sinks, gate, scale,
+    decays=None, e=None, coefficient=1.0, ridge=0.0, value_mix=1.0,
+):  # fmt: skip
+    """One head, no padding: softmax near, HLA far, one normaliser, straight from the sums over pairs."""
+    length = len(q)
+    t, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    near = (j <= t) & ((j > t - window) | (j < sinks))
+    far = (j <= t - window) & (j >= sinks)
+    passes = {"linear": 1, "hla2": 2, "ahla": 2, "hla3": 3}[name]
+    D = [decay_matrix(d, length) for d in (decays or [None] * passes)]
+    stored = (torch.arange(length) >= sinks).double()[:, None]  # sinks never enter a state
+
+    def delayed(D):  # a token has decayed since it left the window, not since it came
+        out = torch.zeros(length, length, dtype=torch.float64)
+        if length > window:
+            out[window:, : length - window] = D_left(D)
+        return out
+
+    def D_left(D):
+        # token j leaves at step j + window; from there to step t the decays of steps j+window+1 .. t apply
+        return D[window:, window:]
+
+    s = (scale * q @ k.T).masked_fill(~near, -torch.inf)
+    P = (s - s.amax(-1, keepdim=True)).exp()
+
+    def attention(keys, values, D):
+        A = gate * (phi_q @ keys.T) * far * delayed(D) + P
+        return (A @ values) / A.sum(-1, keepdim=True)
+
+    r = u = None
+    keys, values = phi_k, v
+    if name in ("hla2", "hla3"):
+        e = phi_k if e is None else e
+        # the inner state decays by the steps at which its tokens left the window
+        inner = torch.zeros(length, length, dtype=torch.float64)
+        n = length - window
+        if n > 0:
+            inner[:n, :n] = D[0][window:, window:]
+        u = (
+            coefficient
+            * ((e * stored) @ (phi_k * stored).T * torch.ones(length, length).double().tril() * inner)
+            @ (phi_k * stored)
+        )
+        keys = u + ridge * e
+    if name in ("ahla", "hla3"):
+        r = attention(phi_k, v, D[passes - 2])
+        values = (1 - value_mix) * v + value_mix * r
+        A = gate * (phi_q @ keys.T) * far * delayed(D[-1])
+        return (P @ v + A @ values) / (P.sum(-1, keepdim=True) + A.sum(-1, keepdim=True))
+    return attention(keys, values, D[-1])
