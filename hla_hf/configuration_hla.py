@@ -69,6 +69,7 @@ class HLAConfigMixin:
         super().__post_init__(**kwargs)
         if not hasattr(self, "auto_map"):
             self.auto_map = self._own_auto_map()
+        self.validate_hla()
 
     def _own_auto_map(self) -> dict[str, str]:
         prefix = type(self).__name__.removesuffix("Config")
