@@ -67,6 +67,7 @@ class HLAConfigMixin:
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        self.validate_hla()  # before `strict` calls it: that would wrap the ValueError in an error of its own
         if not hasattr(self, "auto_map"):
             self.auto_map = self._own_auto_map()
         self.validate_hla()
@@ -96,6 +97,11 @@ class HLAConfigMixin:
             raise ValueError(
                 f"hla_window={self.hla_window} shares its normaliser with HLA, so hla_normalizer must be 'mass', "
                 f"got {self.hla_normalizer!r}; set hla_window=0 for another one"
+            )
+        if self.hla_accumulator == "softmax_query" and self.hla_feature_map == "hedgehog":
+            raise ValueError(
+                "hla_accumulator='softmax_query' has head_dim features, so hla_feature_map must be 'identity', "
+                "'softmax', 'elu' or 'relu', got 'hedgehog', which has twice as many"
             )
         decay = self.hla_decay
         if not (decay is None or decay == "learned" or (not isinstance(decay, str) and 0 < decay <= 1)):
