@@ -70,7 +70,6 @@ class HLAConfigMixin:
         self.validate_hla()  # before `strict` calls it: that would wrap the ValueError in an error of its own
         if not hasattr(self, "auto_map"):
             self.auto_map = self._own_auto_map()
-        self.validate_hla()
 
     def _own_auto_map(self) -> dict[str, str]:
         prefix = type(self).__name__.removesuffix("Config")

@@ -90,8 +90,6 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sta
         log_decay = _repeat_heads(log_decay, state_heads)
     batch, heads, length, dim = q.shape
     k, v = _repeat_heads(k, state_heads), _repeat_heads(v, state_heads)
-    if log_decay is not None and log_decay.shape[1] > 1:
-        log_decay = _repeat_heads(log_decay, state_heads)
     q = q.reshape(batch, state_heads, -1, dim)  # the queries of one state head stand below each other: [group * C, d]
     if length == 1:  # one token of decoding: update the state, then read it
         update = k.mT @ v
