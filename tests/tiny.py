@@ -47,7 +47,7 @@ def tiny_base(architecture="llama", **settings):
 def randomize(model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".hla_" in name:
+            if ".hla." in name:
                 parameter.add_(0.5 * torch.randn_like(parameter))
     return model
 
@@ -75,7 +75,9 @@ def stepwise_logits(model, ids, steps, mask=None, cache=None):
     logits, start = [], 0
     for length in steps:
         end = start + length
-        padding = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
+        padding = (
+            {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
+        )
         output = model(ids[:, start:end], use_cache=True, **padding, **{CACHE: cache})
         logits.append(output.logits)
         cache, start = cache_of(output), end
