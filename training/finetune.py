@@ -215,6 +215,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         if not found:
             raise ValueError(f"trackers has {name!r}, which is not installed")
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # gloo then, whatever launched the processes
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=recipe.accumulation, sync_with_dataloader=False
         ),
