@@ -119,6 +119,14 @@ def save_checkpoint(accelerator: Accelerator, output: Path, state: dict, rows) -
     accelerator.wait_for_everyone()
     together(write)
     together(finish)
+    _forget_first_step(accelerator, state)
+
+
+def _forget_first_step(accelerator: Accelerator, state: dict) -> None:
+    # Reading or loading the state of an unused optimizer under FSDP2 makes one step, which Adam's correction counts.
+    if state["step"] == 0:
+        for optimizer in accelerator._optimizers:
+            optimizer.optimizer.state.clear()
 
 
 def load_checkpoint(accelerator: Accelerator, path: Path, rows=None) -> dict:
@@ -128,6 +136,8 @@ def load_checkpoint(accelerator: Accelerator, path: Path, rows=None) -> dict:
         accelerator.load_state(str(path), **({} if accelerator.distributed_type == "DEEPSPEED" else {"strict": False}))
         if rows is not None:
             rows.load_state_dict(json.loads((path / f"data_{accelerator.process_index}.json").read_text()))
-        return json.loads((path / "state.json").read_text())
+        state = json.loads((path / "state.json").read_text())
+        _forget_first_step(accelerator, state)
+        return state
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"checkpoint {path} cannot be loaded into this run: {error}") from error

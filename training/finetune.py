@@ -26,9 +26,15 @@ from pathlib import Path
 from string import Template
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import filter_trackers
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration, set_seed
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    set_seed,
+)
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -225,9 +231,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     state = accelerator.state
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # Accelerate has FSDP for accelerators only; FSDP2 itself runs on CPU and gloo too.
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
-        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin()
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = recipe.batch_size
     return accelerator
