@@ -225,7 +225,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=recipe.accumulation, sync_with_dataloader=False
         ),
-        log_with=recipe.trackers,
+        log_with=recipe.trackers or None,
         project_config=ProjectConfiguration(project_dir=recipe.output, logging_dir=str(Path(recipe.output) / "logs")),
     )
     state = accelerator.state
@@ -234,7 +234,11 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         state.fsdp_plugin = FullyShardedDataParallelPlugin()
         state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = recipe.batch_size
+        state.deepspeed_plugin.deepspeed_config |= {  # what Accelerate would read from a data loader and the optimizer
+            "train_micro_batch_size_per_gpu": recipe.batch_size,
+            "gradient_accumulation_steps": recipe.accumulation,
+            "gradient_clipping": recipe.max_grad_norm,
+        }
     return accelerator
 
 
@@ -258,7 +262,7 @@ def make_rows(recipe: Recipe, tokenizer, accelerator: Accelerator) -> tuple:
             rows = rows.skip(taken)
         test = None
         if recipe.test_data:
-            test = list(packed_rows(recipe.test_data, tokenizer, eval_len, streaming=True))
+            test = _first(packed_rows(recipe.test_data, tokenizer, eval_len, **options), recipe.eval_rows)
     place = accelerator.process_index, accelerator.num_processes
     if recipe.streaming:
         return StreamedRows(rows, recipe.batch_size, *place), evaluation, test, recipe.steps
@@ -299,23 +303,23 @@ def run(recipe: Recipe) -> None:
     if recipe.gradient_checkpointing:
         plain(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    new = set(hla_parameters(model).values())
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    new = hla_parameters(model).keys()
     groups = (
-        ([p for p in model.parameters() if p.requires_grad and p not in new], recipe.learning_rate),
-        ([p for p in new if p.requires_grad], recipe.hla_learning_rate or recipe.learning_rate),
+        ([p for name, p in trained.items() if name not in new], recipe.learning_rate),
+        ([p for name, p in trained.items() if name in new], recipe.hla_learning_rate or recipe.learning_rate),
     )
     optimizer = torch.optim.AdamW(
         [{"params": params, "lr": lr} for params, lr in groups if params], weight_decay=recipe.weight_decay
     )
     warmup = round(recipe.warmup * steps)
     scheduler = get_scheduler(recipe.schedule, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(scheduler)
 
     def drop_frozen(models, weights, directory) -> None:
         for state in weights:
-            for name in [x for x in state if x.removeprefix("module.") in frozen]:
+            for name in [x for x in state if x.removeprefix("module.") not in trained]:
                 del state[name]
 
     if recipe.train != "full":

@@ -42,7 +42,7 @@ class Recipe:
     data: list[str] = _option([], "training text: files, directories, datasets NAME or NAME:CONFIG (required)")
     eval_data: list[str] | None = _option(None, "held-out text, as data; default: the first eval_rows rows of data")
     test_data: list[str] | None = _option(None, "text measured once before and once after training, for the model card")
-    eval_rows: int = _option(8, "rows to evaluate on")
+    eval_rows: int = _option(8, "rows of eval_data and of test_data to evaluate on")
     eval_seq_len: int | None = _option(None, "tokens per row of evaluation and test; default seq_len")
     streaming: bool = _option(False, "read the data while training, in its own order, instead of preparing it first")
     num_proc: int | None = _option(None, "processes that tokenise")
@@ -63,12 +63,14 @@ class Recipe:
 
     checkpoint_steps: int = _option(100, "steps between evaluations, each with a checkpoint")
     load_best: bool = _option(True, "export the checkpoint with the lowest evaluation loss instead of the last")
-    trackers: list[str] = _option(["tensorboard"], "Accelerate trackers by name")
+    trackers: list[str] = _option(["tensorboard"], "Accelerate trackers by name, or none")
 
     def __post_init__(self):
         for name in ("model", "output", "data"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is required")
+        if self.trackers == ["none"]:
+            self.trackers = []
         if self.train not in ("lora", "hla", "full"):
             raise ValueError(f"train must be lora, hla or full, got {self.train!r}")
         allowed = [x.value for x in SchedulerType]
