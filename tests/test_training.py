@@ -534,9 +534,9 @@ ENVIRONMENT = os.environ | {
 }
 
 
-def start(words, output, **options):
+def start(words):
     return subprocess.Popen(
-        words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -554,7 +554,7 @@ def test_killed_at_random_moments_the_last_checkpoint_continues_to_the_same_end(
     out, rng, kills = tmp_path / "parts", random.Random(0), 0
     for _ in range(3):
         last = checkpoint.latest_checkpoint(out) if out.is_dir() else None
-        process = start(command(files, out, *(["--resume"] if last else []), **fields), out)
+        process = start(command(files, out, *(["--resume"] if last else []), **fields))
         wait_for(process, lambda last=last: any(x != last for x in out.glob("checkpoint-*")))
         time.sleep(rng.random())
         kills += process.poll() is None
@@ -571,7 +571,7 @@ def test_killed_at_random_moments_the_last_checkpoint_continues_to_the_same_end(
 
 def test_sigterm_from_outside_exits_0_with_the_command_to_continue(files, tmp_path):
     out = tmp_path / "out"
-    process = start(command(files, out, steps=5000, checkpoint_steps=1000), out)
+    process = start(command(files, out, steps=5000, checkpoint_steps=1000))
     wait_for(process, lambda: any(out.glob("checkpoint-*")))
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=60)[0]
@@ -657,7 +657,7 @@ def test_a_truncated_checkpoint_is_named_with_the_one_to_continue_from(files, tm
 # ---- several processes ----------------------------------------
 
 
-def launch(config, files, output, *flags, **fields):
+def launch_words(config, files, output, *flags, **fields):
     words = [
         "accelerate.commands.launch",
         "--config_file",
@@ -665,8 +665,12 @@ def launch(config, files, output, *flags, **fields):
         "--main_process_port",
         "0",
     ]
-    words = [sys.executable, "-m", *words, "-m", "training.finetune", *arguments(files, output, **fields), *flags]
-    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return [sys.executable, "-m", *words, "-m", "training.finetune", *arguments(files, output, **fields), *flags]
+
+
+def launch(config, files, output, *flags, **fields):
+    words = launch_words(config, files, output, *flags, **fields)
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return history(output)
 
@@ -705,16 +709,14 @@ def test_two_processes_with_other_parameters(files, tmp_path, config, kind):
 def test_two_processes_resume_bit_equal(files, tmp_path, config):
     fields = {"kl_weight": 1, "steps": 6, "checkpoint_steps": 3}
     whole = launch(config, files, tmp_path / "whole", **fields)
-    shutil_tree = tmp_path / "parts"
-    process = start(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"training/configs/{config}.yaml",
-         "--main_process_port", "0", "-m", "training.finetune", *arguments(files, shutil_tree, **fields)],
-        shutil_tree, start_new_session=True,
-    )  # fmt: skip
-    wait_for(process, lambda: any(shutil_tree.glob("checkpoint-*")))
-    os.killpg(process.pid, signal.SIGKILL)
+    out = tmp_path / "parts"
+    process = start(launch_words(config, files, out, **fields))
+    wait_for(process, lambda: any(out.glob("checkpoint-*")))
+    workers = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    for pid in [process.pid, *map(int, workers.split())]:  # the launcher would not take its workers with it
+        os.kill(pid, signal.SIGKILL)
     process.wait()
-    parts = launch(config, files, shutil_tree, "--resume", **fields)
+    parts = launch(config, files, out, "--resume", **fields)
     assert losses(parts) == losses(whole)
 
 

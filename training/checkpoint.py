@@ -114,7 +114,7 @@ def save_checkpoint(accelerator: Accelerator, output: Path, state: dict, rows) -
                 _remove(path)
 
     if main:
-        for left in output.glob(".checkpoint-*"):  # by a killed run
+        for left in [*output.glob(".*.partial*"), *output.glob(".*.removed*")]:  # by a killed run
             shutil.rmtree(left, ignore_errors=True)
     accelerator.wait_for_everyone()
     together(write)

@@ -219,7 +219,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         except ValueError as error:
             raise ValueError(f"trackers has {name!r}, which Accelerate does not know: {error}") from error
         if not found:
-            raise ValueError(f"trackers has {name!r}, which is not installed")
+            raise ValueError(f"trackers has {name!r}, which is not installed: install it or give --trackers none")
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # gloo then, whatever launched the processes
         gradient_accumulation_plugin=GradientAccumulationPlugin(
