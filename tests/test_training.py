@@ -549,14 +549,14 @@ def wait_for(process, condition, seconds=120):
 
 
 def test_killed_at_random_moments_the_last_checkpoint_continues_to_the_same_end(files, tmp_path):
-    fields = {"steps": 30, "checkpoint_steps": 1, "eval_rows": 1}
+    fields = {"steps": 60, "checkpoint_steps": 1, "eval_rows": 1}
     whole = train(files, tmp_path / "whole", **fields)
     out, rng, kills = tmp_path / "parts", random.Random(0), 0
     for _ in range(3):
         last = checkpoint.latest_checkpoint(out) if out.is_dir() else None
         process = start(command(files, out, *(["--resume"] if last else []), **fields))
-        wait_for(process, lambda last=last: any(x != last for x in out.glob("checkpoint-*")))
-        time.sleep(rng.random())
+        wait_for(process, lambda last=last: history(out) or any(x != last for x in out.glob("checkpoint-*")))
+        time.sleep(rng.random() / 2)
         kills += process.poll() is None
         process.kill()
         process.wait()
