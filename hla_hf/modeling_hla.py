@@ -86,6 +86,11 @@ class HLAAttention:
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device=like.device, dtype=like.dtype)))
 
+    def remove_hla_parameters(self) -> None:
+        """Leaves the parameters of the base architecture."""
+        for name in [name for name, _ in self.named_parameters(recurse=False) if name.startswith("hla_")]:
+            delattr(self, name)
+
     @torch.no_grad()
     def reset_hla_parameters(self) -> None:
         """Feature maps start as the identity, mixes as 0 (first order), decays as 1 - 2^-5 to 1 - 2^-12."""
@@ -299,18 +304,50 @@ def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
             f"{type(model).__name__} (model_type {model_type!r}) cannot be converted; supported are the base and "
             f"causal language models of {', '.join(ARCHITECTURES)}"
         )
-    settings = model.config.to_dict()
-    for name in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config"):
-        settings.pop(name, None)
-    base_config, config = model.config, CONFIG_CLASSES[model_type](**settings, **hla_settings)
-    config.name_or_path = base_config.name_or_path
-    config._attn_implementation = base_config._attn_implementation
-    for module in model.modules():
-        if getattr(module, "config", None) is base_config:
-            module.config = config
+    _replace_config(model, CONFIG_CLASSES[model_type], **hla_settings)
     model.__class__ = _HLA_CLASSES[type(model)]
     model._add_hla()
     return model
+
+
+def to_softmax(model: PreTrainedModel) -> PreTrainedModel:
+    """The inverse of `to_hla`, in place: the base architecture with this model's weights, less those of HLA.
+
+    Raises: ValueError if `model` is not an HLA model.
+    """
+    if not isinstance(model, HLAModelMixin):
+        raise ValueError(f"{type(model).__name__} is not an HLA model, so it cannot be turned back")
+    decoder = model.base_model
+    implementation = decoder.softmax_implementation
+    _replace_config(model, type(model.config).__mro__[2])
+    model.config._attn_implementation = implementation
+    for layer in decoder.layers:
+        if isinstance(layer.self_attn, HLAAttention):
+            layer.self_attn.remove_hla_parameters()
+            layer.self_attn.config = model.config
+            layer.self_attn.__class__ = type(layer.self_attn).__mro__[2]
+    bases = {hla: base for base, hla in _HLA_CLASSES.items()}
+    for module in {decoder, model}:
+        module.__class__ = bases[type(module)]
+    del decoder.hla_config, decoder.softmax_implementation
+    return model
+
+
+def _replace_config(model: PreTrainedModel, config_class: type, **settings) -> None:
+    """Gives a model and its modules a config of another class with the same settings."""
+    old = model.config
+    kept = {
+        name: value
+        for name, value in old.to_dict().items()
+        if not name.startswith("hla_")
+        and name not in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config")
+    }
+    new = config_class(**kept, **settings)
+    new.name_or_path = old.name_or_path
+    new._attn_implementation = old._attn_implementation
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
 
 
 @contextmanager
