@@ -195,7 +195,9 @@ def _split(x: Tensor | None, blocks: list[_Block], dim: int) -> Sequence[Tensor 
 
 def _fold(x: Tensor | None, chunks: int) -> Tensor | None:
     """`[B, H, chunks * C, ...]` to `[B * chunks, H, C, ...]`."""
-    return x if x is None or chunks == 1 else x.unflatten(2, (chunks, -1)).transpose(1, 2).flatten(0, 1)
+    if x is None or chunks == 1:
+        return x
+    return x.unflatten(2, (chunks, -1)).transpose(1, 2).contiguous().flatten(0, 1)
 
 
 def _unfold(x: Tensor, chunks: int) -> Tensor:
@@ -260,7 +262,8 @@ def _linear(attend, q, k, v):
 def _accumulate(attend, e, k, coefficient, ridge):
     """u = coefficient LA(e, k, k) + ridge e: the keys of the outer pass."""
     u = attend(0, e, k, k)
-    u = _of_heads(coefficient, u.shape[1]) * u
+    if isinstance(coefficient, Tensor) or coefficient != 1:
+        u = _of_heads(coefficient, u.shape[1]) * u
     return u + ridge * _repeat_heads(e, u.shape[1]) if ridge else u
 
 
