@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 
-FORMS = ("dense", "recurrent", "chunk")
+FORMS = ("dense", "recurrent", "chunk", "scan")
 OPERATORS = ("linear", "ahla", "hla2", "hla3")
 FEATURE_MAPS = ("identity", "softmax", "elu", "relu", "hedgehog")
 EPS = 1e-6
@@ -279,6 +279,15 @@ def _hla3(attend, q, k, v, e, coefficient, ridge):
     return attend(2, q, _accumulate(attend, e, k, coefficient, ridge), attend(1, q, k, v))
 
 
+def _hla3_published(attend, q, k, v):
+    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    qk = (q * k).sum(-1, keepdim=True)
+    u = attend(0, q, k, k) - qk * k
+    r = attend(1, q, k, v) - qk * v
+    w = (k * (attend(2, k, q, q) - qk * q)).sum(-1, keepdim=True)
+    return attend(3, q, u, qk * v) + attend(4, q, k, (w + qk * qk) * v + qk * r)
+
+
 def _dense_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, runs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Q K^T and the lower triangle of decays g^(t-j) within a document that belongs to it, `[B or 1, H, T, T]`."""
     lower = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -317,13 +326,149 @@ def _dense_hla3(q, k, v, e, decays, runs, coefficient, ridge):
     return _dense_keys(q, k, e, coefficient, ridge, decays[0], decays[2], runs) @ r
 
 
+def _dense_hla3_published(q, k, v, decays, runs):
+    return _hla3_published(lambda i, q, k, v: _dense_linear(q, k, v, decays[i:], runs), q, k, v)
+
+
 # name: (the stack, the definition, how many passes it has)
 _OPERATORS = {
     "linear": (_linear, _dense_linear, 1),
     "hla2": (_hla2, _dense_hla2, 2),
     "ahla": (_ahla, _dense_ahla, 2),
     "hla3": (_hla3, _dense_hla3, 3),
+    "hla3_published": (_hla3_published, _dense_hla3_published, 5),
 }
+
+
+# ---- segments of a sequence, and their concatenation ----------------------------------------
+
+
+class Segment(NamedTuple):
+    """What a segment of tokens, seen alone, does to the states of an operator; heads stand at dimension -3.
+
+    states: one per pass, as the operator returns them; crosses: what the states before it meet in it; decays: the
+    product of its tokens' decays, one `[..., heads or 1, 1, 1]` per pass.
+    """
+
+    states: State
+    crosses: State
+    decays: State
+
+
+def _match_heads(*tensors: Tensor) -> list[Tensor]:
+    heads = max(x.shape[-3] for x in tensors)
+    return [x if x.shape[-3] in (1, heads) else x.repeat_interleave(heads // x.shape[-3], -3) for x in tensors]
+
+
+def _mm(x: Tensor, y: Tensor) -> Tensor:
+    x, y = _match_heads(x, y)
+    return x @ y
+
+
+def _scaled(x: Tensor, *decays: Tensor) -> Tensor:
+    for decay in decays:
+        x, decay = _match_heads(x, decay)
+        x = x * decay
+    return x
+
+
+def concatenate(operator: str, a: Segment, b: Segment) -> Segment:
+    """The segment a followed by b, of `linear`, `hla2`, `ahla` or `hla3`. It is associative, decays included.
+
+    With rho the decays of b (of a for what b meets first), per pass:
+        hla2  C = sum e v^T                                  F = rho F_a + F_b + S_a C_b
+        ahla  R = sum k q^T                                  E = rho E_a + E_b + R_b P_a
+        hla3  X = sum e r^T, Y = sum u q^T, Z = sum e q^T    F = rho F_a + F_b + S_a X_b + Y_b P_a + S_a Z_b P_a
+    """
+    states = [_scaled(x, rho) + y for x, y, rho in zip(a.states, b.states, b.decays, strict=True)]
+    decays = tuple(x * y for x, y in zip(a.decays, b.decays, strict=True))
+    crosses = ()
+    if operator in ("hla2", "ahla"):
+        (cross_a,), (cross_b,) = a.crosses, b.crosses
+        first = a.states[0]
+        states[1] = states[1] + (_mm(first, cross_b) if operator == "hla2" else _mm(cross_b, first))
+        crosses = (_scaled(cross_a, b.decays[1]) + _scaled(cross_b, a.decays[0]),)
+    elif operator == "hla3":
+        s, p, _ = a.states
+        x, y, z = b.crosses
+        x, y = x + _mm(z, p), y + _mm(s, z)
+        states[2] = states[2] + _mm(s, x) + _mm(b.crosses[1], p)
+        met = _scaled(x, a.decays[0]), _scaled(y, a.decays[1]), _scaled(z, *a.decays[:2])
+        crosses = tuple(_scaled(old, b.decays[2]) + new for old, new in zip(a.crosses, met, strict=True))
+    return Segment(tuple(states), crosses, decays)
+
+
+def _segment(operator: str, features: list[Tensor], weights: list[_Weights | None], settings: dict) -> Segment:
+    """Of each row of `features`, none of which has a past."""
+    stack, _, passes = _OPERATORS[operator]
+    states, seen = [None] * passes, {}
+
+    def attend(i, q, k, v):
+        out, states[i] = _attend_block(q, k, v, weights[i], None)
+        seen[i] = k, out
+        return out
+
+    stack(attend, *features, **settings)
+    q, k, v, *e = features
+    starts, ends = ([None if w is None else w[n][..., None] for w in weights] for n in (1, 2))
+
+    def cross(x, y, *weights):
+        return _mm(_scaled(x, *(w for w in weights if w is not None)).mT, y)
+
+    crosses = ()
+    if e:
+        e = e[0] * _of_heads(settings["coefficient"], e[0].shape[1])
+    if operator == "hla2":
+        crosses = (cross(e, v, starts[0], ends[1]),)
+    elif operator == "ahla":
+        crosses = (cross(k, q, starts[0], ends[1]),)
+    elif operator == "hla3":
+        r, u = seen[1][1], seen[2][0]
+        crosses = (
+            cross(e, r, starts[0], ends[2]),
+            cross(u, q, starts[1], ends[2]),
+            cross(e, q, starts[0], starts[1], ends[2]),
+        )
+    one = q.new_ones(q.shape[0], 1, 1, 1)
+    return Segment(tuple(states), crosses, tuple(one if w is None else w.across[..., None, None] for w in weights))
+
+
+def _scan(operator: str, features: list[Tensor], decays, runs, initial_state: State | None, size: int, settings: dict):
+    """The chunk form with the chunks' states from a parallel prefix: log2(chunks) concatenations of all at once."""
+    stack = _OPERATORS[operator][0]
+    batch, _, length, _ = features[0].shape
+    chunks = -(-length // size)
+    extra = chunks * size - length  # tokens that add nothing and decay nothing fill the last chunk
+    features = [_fold(pad(x, (0, 0, 0, extra)), chunks) for x in features]
+    decays = [None if x is None else pad(x.expand(batch, -1, length), (0, extra)) for x in decays]
+    runs = runs if runs is None else torch.cat([runs, runs[:, -1:].expand(-1, extra)], 1)
+    weights = _block_weights(decays, _Block(0, chunks, size), runs)
+
+    local = _segment(operator, features, weights, settings)
+    local = Segment(*([x.unflatten(0, (batch, chunks)) for x in part] for part in local))
+    before = Segment(  # what came before the first chunk is the first element
+        [torch.zeros_like(x[:, :1]) for x in local.states]
+        if initial_state is None
+        else [x[:, None] for x in initial_state],
+        [torch.zeros_like(x[:, :1]) for x in local.crosses],
+        [torch.ones_like(x[:, :1]) for x in local.decays],
+    )
+
+    def each(function, *segments):
+        return Segment(*([function(*x) for x in zip(*parts, strict=True)] for parts in zip(*segments, strict=True)))
+
+    prefix, step = each(lambda x, y: torch.cat([x, y], 1), before, local), 1
+    while step <= chunks:
+        joined = concatenate(
+            operator, each(lambda x, n=step: x[:, :-n], prefix), each(lambda x, n=step: x[:, n:], prefix)
+        )
+        prefix, step = each(lambda x, y, n=step: torch.cat([x[:, :n], y], 1), prefix, joined), 2 * step
+
+    def attend(i, q, k, v):
+        return _attend_block(q, k, v, weights[i], prefix.states[i][:, :-1].flatten(0, 1))[0]
+
+    out = _unfold(stack(attend, *features, **settings), chunks)[:, :, :length]
+    return out, [x[:, -1] for x in prefix.states]
 
 
 # ---- arguments ----------------------------------------
@@ -430,6 +575,13 @@ def _run(
         with _no_autocast(q):
             return finish(dense(*features, decays, runs, **settings))
 
+    if form == "scan":
+        _check(operator in OPERATORS, f"form='scan' is for {OPERATORS}, not for {operator!r}")
+        with _no_autocast(q):
+            features, decays = prepare(q, k, v, e, attention_mask, decays)
+            out, states = _scan(operator, features, decays, runs, initial_state, chunk_size, settings)
+        return (finish(out), tuple(states)) if return_state else finish(out)
+
     chunks = max(1, BLOCK_NUMEL // (q[:, :, :chunk_size].numel()))
     blocks = _blocks_of(q.shape[2], *((1, 1) if form == "recurrent" else (chunk_size, chunks)))
     pieces = zip(*(_split(x, blocks, 2) for x in (q, k, v, e)), _split(attention_mask, blocks, 1), strict=True)
@@ -468,7 +620,8 @@ _ARGUMENTS = """
         normalize: divide by the row mass (the operator run on v = 1), its sign kept and its size at least 1e-6.
         initial_state: the state that an earlier call returned.
         return_state: also return the state after the last token.
-        form: `chunk` (matrix products, memory linear in T), `recurrent` (token by token) or `dense` (T x T).
+        form: `chunk` (matrix products, memory linear in T), `recurrent` (token by token), `scan` (chunks side by side,
+            their states from a parallel prefix) or `dense` (T x T).
         chunk_size: tokens per block of the chunk form.
     Returns: out `[B, H, T, dv]` in v's dtype, and with `return_state` the state, a tuple of fp32 tensors with the
         batch first: {state}.
@@ -518,6 +671,18 @@ def hla3(
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Third order, `((W W^T) . L) W V`: `LA(q, u, r)`, `u` as in `hla2` and `r = LA(q, k, v)`."""
     return _run("hla3", **locals())
+
+
+def hla3_published(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, attention_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None, normalize: bool = False, initial_state: State | None = None,
+    return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
+) -> Tensor | tuple[Tensor, State]:  # fmt: skip
+    """Third order as the paper's Algorithm 3 computes it, which is not `hla3`: of the triples of tokens it keeps those
+    whose largest index is reached at least twice. Arguments and result as those of `hla3`, without decays and the
+    `scan` form; the state is five tensors.
+    """
+    return _run("hla3_published", log_decay=None, **locals())
 
 
 for _function, _state in (
@@ -639,7 +804,7 @@ def windowed_attention(
             """Slot i holds the token that leaves the window when the i-th new one comes; that one is slot W + i."""
             slots = torch.cat([buffers[i], new], 2)
             if is_real is None:
-                buffers[i] = slots[:, :, block.length :]
+                buffers[i] = slots[:, :, block.length :].clone()  # a view would keep all slots
             else:
                 kept = is_real[:, part].sum(1, keepdim=True) + torch.arange(window, device=q.device)
                 buffers[i] = _gather_tokens(slots, kept)
@@ -704,7 +869,6 @@ def windowed_attention(
         out = _gather_tokens(out, order.argsort(1)).masked_fill(attention_mask[:, None, :, None] == 0, 0)
     if not return_state:
         return out
-    starts = starts[:, -1:]
-    sink_k, sink_v = (x[:, :, 0] for x in sinks_of(starts)) if num_sinks else old_sinks
-    seen = (length if attention_mask is None else lengths) - starts[:, 0]
+    sink_k, sink_v = (x[:, :, 0] for x in sinks_of(starts[:, -1:])) if num_sinks else old_sinks
+    seen = (length if attention_mask is None else lengths) - starts[:, -1]
     return out, (seen, sink_k, sink_v, *state)
