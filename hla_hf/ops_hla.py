@@ -230,6 +230,16 @@ def _document_runs(segment_ids: Tensor | None, attention_mask: Tensor | None) ->
     return starts.cumsum(1)
 
 
+def tokens_seen(segment_ids: Tensor, attention_mask: Tensor | None, seen: Tensor) -> Tensor:
+    """`[B, T]`: real tokens of each token's document so far, itself included; the first document had `seen [B]`."""
+    runs = _document_runs(segment_ids, attention_mask)
+    real = torch.ones_like(runs) if attention_mask is None else (attention_mask != 0).long()
+    before = real.cumsum(1) - real  # in the row
+    begins = runs.diff(dim=1, prepend=runs[:, :1]) > 0
+    first = torch.where(begins, before, -seen[:, None]).cummax(1).values
+    return before + real - first
+
+
 def _block_weights(decays: Sequence[Tensor | None], block: _Block, runs: Tensor | None) -> list[_Weights | None]:
     """Per pass, for the block's chunks; passes that decay alike share them."""
     before = None
@@ -707,9 +717,10 @@ def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, num_sinks: int = 0, operator: str = "linear",
     query_map: Callable[[Tensor], Tensor], key_map: Callable[[Tensor], Tensor], gate: Tensor,
     accumulator_map: Callable[[Tensor], Tensor] | None = None, coefficient: float | Tensor = 1.0, ridge: float = 0.0,
-    value_mix: float | Tensor = 1.0, scale: float | None = None, log_decay: Decay | Sequence[Decay] = None,
-    attention_mask: Tensor | None = None, segment_ids: Tensor | None = None, initial_state: State | None = None,
-    return_state: bool = False, chunk_size: int = 64,
+    value_mix: float | Tensor = 1.0, scale: float | None = None, softcap: float | None = None,
+    log_decay: Decay | Sequence[Decay] = None, attention_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None, initial_state: State | None = None, return_state: bool = False,
+    chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Softmax over the last `window` and the first `num_sinks` real tokens, HLA over all others, one normaliser:
 
@@ -727,6 +738,7 @@ def windowed_attention(
         gate: g, one per query head, `[H]`.
         coefficient: one per head of e; value_mix: one per query head; or numbers.
         log_decay: as in the operators, per pass: u (if any), r (if any), out.
+        softcap: c in s = c tanh(scale q . k / c), for models that cap their scores; None leaves them.
         scale, attention_mask, segment_ids, chunk_size: as in the operators; a document has its own window and sinks.
         initial_state, return_state: a tuple with the batch first: the document's real tokens seen `[B]`, then the
             sinks' and the window's k, v (in their dtype), the window's r (fp32) or q where the operator needs them,
@@ -841,8 +853,10 @@ def windowed_attention(
 
         with _no_autocast(q):
             weights = _block_weights(decays[i], block, runs)
-            scores = (near_q @ near_k.mT).unflatten(2, (-1, size)).masked_fill_(~visible[:, None, None], -torch.inf)
-            near = scores.softmax(-1)
+            scores = (near_q @ near_k.mT).unflatten(2, (-1, size))
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            near = scores.masked_fill_(~visible[:, None, None], -torch.inf).softmax(-1)
             largest = near.amax(-1).flatten(1, 2)[..., None]  # 1 / sum of exp(s - m)
             near = (near.flatten(2, 3) @ near_v).view(-1, heads, size, value_dim)
 
