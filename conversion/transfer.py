@@ -26,7 +26,7 @@ def hla_layers(model: PreTrainedModel) -> list[HLAAttention]:
 
 def hla_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that the base model does not have, by name."""
-    return {name: p for name, p in module.named_parameters() if name.rpartition(".")[2].startswith("hla_")}
+    return {name: p for name, p in module.named_parameters() if "hla" in name.split(".")}
 
 
 def normalized_error(out: Tensor, target: Tensor) -> Tensor:
