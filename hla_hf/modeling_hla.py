@@ -19,9 +19,12 @@ from functools import cache as cached
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
@@ -87,6 +90,23 @@ class HLAParameters(nn.Module):
             else:
                 init.zeros_(parameter)
 
+    def get(self, name: str) -> Tensor | None:
+        """The parameter, under tensor parallelism this rank's heads of it, or None if the layer has no such one."""
+        parameter = getattr(self, name, None)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _HeadsParallel(TensorParallelLayer):
+    """Tensor parallelism of a parameter whose first dimension is its heads."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        full = getattr(module, param)
+        sharded = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+        setattr(module, param, nn.Parameter(sharded, requires_grad=full.requires_grad))
+
+
+ALL_PARALLEL_STYLES.register("hla_heads", _HeadsParallel())
+
 
 class HLAAttention:
     """Mixed over an architecture's attention class: the parameters of an HLA layer and its mixing of tokens."""
@@ -133,13 +153,13 @@ class HLAAttention:
         feature_scale = scale if name in ("identity", "elu", "relu") else 1.0
 
         def query_map(q):
-            return feature_map(name, q, getattr(self.hla, "q_map", None)) * feature_scale
+            return feature_map(name, q, self.hla.get("q_map")) * feature_scale
 
         def key_map(k):
-            return feature_map(name, k, getattr(self.hla, "k_map", None))
+            return feature_map(name, k, self.hla.get("k_map"))
 
         if config.hla_decay == "learned":
-            log_decay = nn.functional.logsigmoid(self.hla.decay_logit.float())
+            log_decay = nn.functional.logsigmoid(self.hla.get("decay_logit").float())
         else:
             log_decay = None if config.hla_decay is None else math.log(config.hla_decay)
         accumulators = {"query": query_map, "key": None, "softmax_query": lambda q: (q * scale).softmax(-1)}
@@ -147,13 +167,14 @@ class HLAAttention:
         second_order = {}
         if operator in ("hla2", "hla3"):
             second_order["ridge"] = config.hla_ridge + (accumulator is None)
-            second_order["coefficient"] = self.hla.key_mix.float() if accumulator is None else 1.0
+            second_order["coefficient"] = self.hla.get("key_mix").float() if accumulator is None else 1.0
 
         if config.hla_window > 0:
             return windowed_attention(
                 q, k, v, window=config.hla_window, num_sinks=config.hla_num_sinks, operator=operator,
-                query_map=query_map, key_map=key_map, gate=self.hla.gate.float().exp(), accumulator_map=accumulator,
-                value_mix=self.hla.value_mix.float() if operator in ("ahla", "hla3") else 1.0,
+                query_map=query_map, key_map=key_map, accumulator_map=accumulator,
+                gate=self.hla.get("gate").float().exp(),
+                value_mix=self.hla.get("value_mix").float() if operator in ("ahla", "hla3") else 1.0,
                 scale=scale, softcap=getattr(self, "attn_logit_softcapping", None),
                 log_decay=log_decay, attention_mask=mask, segment_ids=segment_ids, initial_state=state,
                 return_state=True, chunk_size=config.hla_chunk_size, **second_order,
