@@ -2,9 +2,9 @@
 
     python benchmarks/accuracy.py --lengths 1024 8192 65536
 
-Error: norm(out - exact) / norm(exact) over the last 64 tokens, q and k random of norm 1 (scale 1, so that sums grow with
-the length), signed ("signed") or non-negative ("positive"). The inputs are rounded first: what is measured is the
-arithmetic. bf16 has bf16 inputs and outputs; inside, the operators sum in fp32, the five summaries in `--dtypes`' own.
+Error: norm(out - exact) / norm(exact) over the last 64 tokens; q and k random, of norm 1, signed ("signed") or not
+("positive"), scale 1. The inputs are rounded first: what is measured is the arithmetic. The operators sum in fp32
+whatever the dtype of their inputs and outputs, the five summaries in that dtype.
 """
 
 import argparse
