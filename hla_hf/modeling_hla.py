@@ -9,8 +9,11 @@ untouched, with whatever attention implementation the user asked for.
 """
 
 import copy
+import hashlib
 import inspect
+import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +24,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from .cache_hla import new_cache, use_hla_layers
+from .cache_hla import load_cache, new_cache, save_cache, use_hla_layers
 from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin
 from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, windowed_attention
 
@@ -52,10 +57,10 @@ def hla_attention_forward(
 
     `hla_mask` is the `[B, T]` padding mask of these T tokens (None: no padding), `hla_cache` this layer's cache.
     """
-    state = None if hla_cache is None or hla_cache.state is None else tuple(x.to(query.device) for x in hla_cache.state)
-    out, state = module.mix(query, key, value, hla_mask, state)
-    if hla_cache is not None:
-        hla_cache.state = state
+    if hla_cache is None:
+        out, _ = module.mix(query, key, value, hla_mask, None)
+    else:
+        out = hla_cache.attend(module.mix, query, key, value, hla_mask)
     return out.transpose(1, 2), None
 
 
@@ -192,14 +197,52 @@ class HLAModelMixin:
             module.reset_hla_parameters()
 
     @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> Tensor | None:
-        """Masks are made in the forward, which needs the 2D one."""
-        return attention_mask
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> dict | Tensor | None:
+        """`generate` calls this for a static cache: masks whose shapes do not change from token to token."""
+        hla_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        if len(config.hla_layer_ids) == config.num_hidden_layers:
+            return hla_mask
+        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs)
+        return (masks if isinstance(masks, dict) else {"softmax": masks}) | {"hla": hla_mask}
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if _cache_of(model_kwargs) is not None:
-            use_hla_layers(_cache_of(model_kwargs), self.config.hla_layer_ids)
+        cache = _cache_of(model_kwargs)
+        if cache is not None:
+            use_hla_layers(cache, self.config.hla_layer_ids)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def fingerprint(self) -> str:
+        """Identifies the model by its config and a few values of each weight: what a saved cache belongs to."""
+        config = self.config.to_dict()
+        for name in ("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "use_cache"):
+            config.pop(name, None)
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        for name, parameter in sorted(self.base_model.named_parameters()):
+            values = parameter.detach().flatten()
+            values = values[:: max(1, len(values) // 16)].float().cpu().numpy()
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + values.tobytes())
+        return digest.hexdigest()[:16]
+
+    def save_cache(self, cache: Cache, path: str | os.PathLike) -> None:
+        """Saves the cache of a text that was read once, to go on from later with `load_cache`, in any process.
+
+        Args:
+            cache: the `cache` of this model's output, or that of `generate(..., return_dict_in_generate=True)`.
+            path: one safetensors file. Its size does not depend on the length of the text, unless softmax layers
+                keep their keys and values.
+        """
+        save_cache(cache, path, self.fingerprint())
+
+    def load_cache(self, path: str | os.PathLike) -> Cache:
+        """The cache that `save_cache` wrote, for `model(..., cache=)` and `generate(..., cache=)`.
+
+        To go on with n questions at once, call its `batch_repeat_interleave(n)`. Pass the new tokens only, with an
+        `attention_mask` that covers those read before too: `cache.get_seq_length()` of them.
+        Raises: FileNotFoundError; ValueError if the file is not a saved cache, or of another version or model.
+        """
+        return load_cache(path, self.config, self.fingerprint(), self.device)
 
 
 class HLADecoderMixin(HLAModelMixin):
@@ -224,9 +267,13 @@ class HLADecoderMixin(HLAModelMixin):
                 use_hla_layers(cache, config.hla_layer_ids)
             elif use_cache and not (self.training and self.is_gradient_checkpointing):
                 cache = new_cache(config)
-            if attention_mask is not None:
+            hla_mask = attention_mask
+            if isinstance(attention_mask, dict):  # from `create_masks_for_generate`
+                hla_mask = attention_mask["hla"]
+                attention_mask = attention_mask.get("softmax", attention_mask)
+            if hla_mask is not None:
                 batch, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-                kwargs["hla_mask"] = self._padding_mask(attention_mask, batch, length, cache)
+                kwargs["hla_mask"] = self._padding_mask(hla_mask, batch, length, cache)
         kwargs[_CACHE_ARGUMENT] = cache
         return super().forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
@@ -237,17 +284,15 @@ class HLADecoderMixin(HLAModelMixin):
     def _padding_mask(attention_mask: Tensor, batch: int, length: int, cache) -> Tensor | None:
         """The part of a `[B, past + T]` mask that belongs to these T tokens, or None if none of them is padding."""
         past = 0 if cache is None else cache.get_seq_length()
-        if (
-            attention_mask.ndim != 2
-            or attention_mask.shape[0] != batch
-            or attention_mask.shape[1] not in (length, past + length)
-        ):
+        compiling = torch.compiler.is_compiling()
+        lengths = (length,) if compiling and isinstance(past, Tensor) else (length, int(past) + length)
+        if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in lengths:
             raise ValueError(
-                f"attention_mask must be [B, T] with B={batch} and T={past + length} (past and new tokens), "
+                f"attention_mask must be [B, T] with B={batch} and T={lengths[-1]} (past and new tokens), "
                 f"got {tuple(attention_mask.shape)}"
             )
         mask = attention_mask[:, -length:]
-        return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+        return None if not compiling and bool(mask.all()) else mask
 
 
 _HLA_CLASSES: dict[type, type] = {}

@@ -1,13 +1,11 @@
-"""The models: every architecture and setting, padding, the seed setting by its definition, bad input, saving, loading."""
+"""The models: every architecture and setting, padding, the seed setting by definition, bad input, saving, loading."""
 
 import json
 import subprocess
 import sys
 
-import hla_hf
 import pytest
 import torch
-from hla_hf.modeling_hla import CAUSAL_LM_CLASSES, MODEL_CLASSES
 from tiny import (
     ARCHITECTURES,
     CACHE,
@@ -24,6 +22,10 @@ from tiny import (
     tokens,
 )
 from torch.testing import assert_close
+
+import hla_hf
+from hla_hf.modeling_hla import CAUSAL_LM_CLASSES, MODEL_CLASSES
+from hla_hf.ops_hla import FEATURE_MAPS
 
 
 STEPS = (1, 7, 1, 1, 17, 9, 1)  # 37 tokens, over several chunks of 16 and past the window of 8
@@ -53,7 +55,7 @@ def test_mistral_mixes_sliding_softmax_layers():
 
 
 SETTINGS = [
-    *({"hla_feature_map": m, "hla_window": w} for m in ("identity", "softmax", "elu", "relu", "hedgehog") for w in (0, 8)),
+    *({"hla_feature_map": m, "hla_window": w} for m in FEATURE_MAPS for w in (0, 8)),
     *({"hla_normalizer": n, "hla_window": 0} for n in ("none", "count", "rms")),
     *({"hla_decay": d, "hla_window": w} for d in (0.9, 1.0, 1, "learned") for w in (0, 8)),
     *({"hla_accumulator": "key", "hla_window": w} for w in (0, 8)),
@@ -87,14 +89,20 @@ def test_padding_changes_nothing_at_real_tokens(architecture, mode):
     model, real = tiny_model(architecture, **MODES[mode]), tokens(1, 20)
     with torch.no_grad():
         expected = model(real).logits[0]
-        places = {"left": [*range(7, 27)], "right": [*range(20)], "interior": [*range(3), *range(6, 14), *range(18, 27)]}
+        places = {
+            "left": [*range(7, 27)],
+            "right": [*range(20)],
+            "interior": [*range(3), *range(6, 14), *range(18, 27)],
+        }
         for where, place in places.items():
             ids, mask = tokens(1, 27, seed=1), torch.zeros(1, 27, dtype=torch.long)
             ids[0, place], mask[0, place] = real[0], 1
             position_ids = positions(mask)
             for batch in (1, 2):  # a batch of one is masked too
                 out = model(
-                    ids.repeat(batch, 1), attention_mask=mask.repeat(batch, 1), position_ids=position_ids.repeat(batch, 1)
+                    ids.repeat(batch, 1),
+                    attention_mask=mask.repeat(batch, 1),
+                    position_ids=position_ids.repeat(batch, 1),
                 ).logits[0]
                 assert_close(out[place], expected, msg=lambda m, w=where: f"{w}: {m}", **CLOSE)
             out = stepwise_logits(model, ids, (5, 1, 14, 7), mask)[0][0]  # the mask of a cached step covers the past
@@ -302,7 +310,10 @@ def test_loading_options_leave_nothing_uninitialised(load, tmp_path):
 def test_tied_embeddings_stay_tied(tmp_path):
     model = tiny_model(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
-    for loaded in (hla_hf.HLALlamaForCausalLM.from_pretrained(tmp_path), hla_hf.to_hla(tiny_base(tie_word_embeddings=True))):
+    for loaded in (
+        hla_hf.HLALlamaForCausalLM.from_pretrained(tmp_path),
+        hla_hf.to_hla(tiny_base(tie_word_embeddings=True)),
+    ):
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
@@ -321,9 +332,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 from pathlib import Path
 root = Path(sys.argv[1])
-vocabulary = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w2"))
-vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="w0", eos_token="w1")
+vocabulary = Tokenizer(models.WordLevel({f"w{i:02}": i for i in range(96)}, unk_token="w02"))
+vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="w00", eos_token="w01")
 for saved in sorted(root.iterdir()):
     expected, load = torch.load(saved / "expected.pt"), {"trust_remote_code": True}
     folder = saved
@@ -340,7 +351,7 @@ for saved in sorted(root.iterdir()):
     text = pipeline("text-generation", str(folder), trust_remote_code=True)
     prompt = tokenizer.decode(expected["ids"][0])
     out = text(prompt, max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"]
-    g = model.generate(expected["ids"], max_new_tokens=8, do_sample=False)[0, 30:]; assert out == tokenizer.decode(expected["generated"]), (out, expected["generated"], g, model.config, text.model.config, text.generation_config)
+    assert out == tokenizer.decode(expected["generated"], skip_special_tokens=True), out
 print("loaded", len(list(root.iterdir())))
 """
 

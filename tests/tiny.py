@@ -1,8 +1,9 @@
 """Tiny random models whose HLA parameters are away from their neutral start, so that a test of them can fail."""
 
-import hla_hf
 import torch
 import transformers
+
+import hla_hf
 from hla_hf.configuration_hla import CONFIG_CLASSES
 from hla_hf.modeling_hla import _CACHE_ARGUMENT as CACHE
 from hla_hf.modeling_hla import CAUSAL_LM_CLASSES
@@ -75,7 +76,9 @@ def stepwise_logits(model, ids, steps, mask=None, cache=None):
     logits, start = [], 0
     for length in steps:
         end = start + length
-        padding = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
+        padding = (
+            {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
+        )
         output = model(ids[:, start:end], use_cache=True, **padding, **{CACHE: cache})
         logits.append(output.logits)
         cache, start = cache_of(output), end
