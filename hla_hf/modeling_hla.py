@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .cache_hla import load_cache, new_cache, save_cache, use_hla_layers
 from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin
@@ -262,6 +263,13 @@ class HLADecoderMixin(HLAModelMixin):
             cache = kwargs.pop("past_key_values", None)
         if self.hla_config._attn_implementation == "hla":
             config = self.config
+            if len(config.hla_layer_ids) == config.num_hidden_layers and kwargs.get(
+                "output_attentions", config.output_attentions
+            ):
+                raise ValueError(
+                    "output_attentions=True: HLA layers have no attention weights and this model has no other layers; "
+                    "within hla_hf.softmax_attention(model, 'eager') it has those of its base model"
+                )
             use_cache = config.use_cache if use_cache is None else use_cache
             if cache is not None:
                 use_hla_layers(cache, config.hla_layer_ids)
@@ -311,6 +319,7 @@ def _model_class(model_type: str, base: type, mixin: type, auto_class: str) -> t
     }
     cls = type(f"HLA{base.__name__}", (mixin, base), attributes)
     setattr(sys.modules[__name__], cls.__name__, cls)
+    _CAN_RECORD_REGISTRY.update({str(cls): base._can_record_outputs})  # for `output_hidden_states`
     _HLA_CLASSES[base] = cls
     return cls
 
