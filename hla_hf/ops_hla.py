@@ -86,10 +86,10 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, sta
     """
     state_heads = max(k.shape[1], v.shape[1], 1 if log_decay is None else log_decay.shape[1])
     q = _repeat_heads(q, max(q.shape[1], state_heads))
-    batch, heads, length, dim = q.shape
-    k, v = _repeat_heads(k, state_heads), _repeat_heads(v, state_heads)
     if log_decay is not None and log_decay.shape[1] > 1:
         log_decay = _repeat_heads(log_decay, state_heads)
+    batch, heads, length, dim = q.shape
+    k, v = _repeat_heads(k, state_heads), _repeat_heads(v, state_heads)
     q = q.reshape(batch, state_heads, -1, dim)  # the queries of one state head stand below each other: [group * C, d]
     if length == 1:  # one token of decoding: update the state, then read it
         update = k.mT @ v
@@ -257,7 +257,7 @@ def _run(
     _check(chunk_size >= 1, f"chunk_size must be at least 1, got {chunk_size}")
     decays = _as_decays(log_decay, passes, q, k)
     dtype, compute_dtype, length = v.dtype, _compute_dtype(q), q.shape[2]
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q = q.to(compute_dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if normalize:
         v = torch.cat([v, torch.ones_like(v[..., :1])], -1)  # the row mass is the same stack run on ones
     features = [q, k, v]

@@ -8,16 +8,11 @@ import torch
 
 def decay_matrix(log_decay, length):
     """D[t, j] = product of the decays of tokens j+1..t for j <= t, else 0; `log_decay` None, a number or `[T]`."""
-    if log_decay is None:
-        log_decay = 0.0
-    log_decay = torch.as_tensor(log_decay, dtype=torch.float64).expand(length)
-    rows = []
+    log_decay = torch.as_tensor(0.0 if log_decay is None else log_decay, dtype=torch.float64).expand(length)
+    rows, row = [], torch.zeros(length, dtype=torch.float64)
     for t in range(length):
-        rows.append(
-            torch.stack(
-                [log_decay[j + 1 : t + 1].sum().exp() if j <= t else torch.zeros(()).double() for j in range(length)]
-            )
-        )
+        row = row * log_decay[t].exp() + (torch.arange(length) == t)
+        rows.append(row)
     return torch.stack(rows)
 
 
@@ -57,15 +52,11 @@ def windowed(
     D = [decay_matrix(d, length) for d in (decays or [None] * passes)]
     stored = (torch.arange(length) >= sinks).double()[:, None]  # sinks never enter a state
 
-    def delayed(D):  # a token has decayed since it left the window, not since it came
+    def delayed(D):  # token j enters a state at step j + window, and decays from there on
         out = torch.zeros(length, length, dtype=torch.float64)
         if length > window:
-            out[window:, : length - window] = D_left(D)
+            out[window:, : length - window] = D[window:, window:]
         return out
-
-    def D_left(D):
-        # token j leaves at step j + window; from there to step t the decays of steps j+window+1 .. t apply
-        return D[window:, window:]
 
     s = (scale * q @ k.T).masked_fill(~near, -torch.inf)
     P = (s - s.amax(-1, keepdim=True)).exp()

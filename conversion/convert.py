@@ -1,0 +1,247 @@
+"""Convert a pretrained Llama-style checkpoint to an HLA model that loads anywhere.
+
+    python -m conversion.convert SOURCE --output DIR
+
+SOURCE is a Hub id, a local directory or a GGUF file. Its weights are kept; attention transfer trains the few new
+parameters. DIR is complete: weights, config, tokenizer, generation config, the Python files and a model card.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hla_hf import ARCHITECTURES, softmax_attention, to_hla
+from hla_hf.configuration_hla import HLAConfigMixin
+
+from .evaluate import agreement_with_base, perplexity
+from .text import read_tokens, sample_tokens
+from .transfer import hla_layers, hla_parameters, transfer_attention
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; each `hla_*` field of the configuration is an option of its own."""
+    parser = argparse.ArgumentParser(prog="python -m conversion.convert", description=__doc__.split("\n\n")[0])
+    parser.add_argument("source", metavar="SOURCE", help="Hub id, local directory or .gguf file of the base model")
+    parser.add_argument("--output", required=True, metavar="DIR", help="new directory for the converted model")
+    parser.add_argument(
+        "--data", nargs="+", default=["self"], metavar="X",
+        help="text for attention transfer: files, a dataset NAME or NAME:CONFIG, or `self`, text that the base model "
+        "samples (default)",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=20480, help="tokens of text to train on (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps; 0 skips training (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=2, help="rows per step (default %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens per row (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="peak of one cycle (default %(default)s)")
+    parser.add_argument("--eval-file", metavar="FILE", help="text on which perplexity is reported before and after")
+    parser.add_argument("--eval-tokens", type=int, default=6144, help="tokens of it to use (default %(default)s)")
+    parser.add_argument("--eval-len", type=int, default=1024, help="context of its rows (default %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="dtype to load and save in (default: the checkpoint's)")
+    parser.add_argument("--device", default="cpu", help="device to work on (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    for field in dataclasses.fields(HLAConfigMixin):
+        kind = {"type": _number_or_text}
+        if field.name == "hla_layers":
+            kind = {"type": int, "nargs": "*", "metavar": "LAYER"}
+        name = "--" + field.name.replace("_", "-")
+        parser.add_argument(name, default=field.default, help=f"config field (default {field.default})", **kind)
+    options = parser.parse_args(arguments)
+    for name, least in (("steps", 0), ("tokens", 1), ("batch_size", 1), ("seq_len", 2), ("eval_len", 2)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    return options
+
+
+def _number_or_text(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def load_base(source: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The base model and tokenizer of a Hub id, a directory (safetensors, sharded or not) or a GGUF file.
+
+    Raises: ValueError if the architecture is not supported, a weight is missing or unreadable, or the tokenizer has
+    more tokens than the model.
+    """
+    options, name = {}, ""
+    if source.endswith(".gguf"):
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"SOURCE {source!r} does not exist")
+        source, options, name = str(path.parent), {"gguf_file": path.name}, f", file {path.name!r},"
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+    except Exception as error:  # each file format has errors of its own
+        raise ValueError(f"SOURCE {source!r}{name} has no configuration that can be read: {error}") from error
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"SOURCE {source!r} is a {config.model_type!r} model, which is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    if options:
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+    except Exception as error:
+        raise ValueError(f"the weights of SOURCE {source!r} cannot be read: {error}") from error
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise ValueError(f"SOURCE {source!r} lacks {len(missing)} of the model's weights: {', '.join(missing[:5])} ...")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ValueError(f"the tokenizer of SOURCE {source!r} has {len(tokenizer)} tokens, the model only {rows}")
+    return model.to(device).eval(), tokenizer
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, report: dict, output: Path) -> None:
+    """Writes the directory beside `output` and renames it, so that `output` is complete or does not exist."""
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "conversion.json").write_text(json.dumps(report, indent=2) + "\n")
+        (partial / "README.md").write_text(model_card(report))
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def model_card(report: dict) -> str:
+    """The model card of a conversion, from `model_cards/template.md` and its report."""
+    rows = []
+    for title, key in (
+        ("KL to the base model (nats per token)", "kl"),
+        ("top-1 agreement with the base model", "top1"),
+        ("perplexity", "perplexity"),
+    ):
+        if key in report["after"]:
+            base = report["base"].get(key, "")
+            values = (base, report["before"][key], report["after"][key])
+            rows.append(f"| {title} | " + " | ".join(f"{x:.4g}" if x != "" else "" for x in values) + " |")
+    settings = "\n".join(f"| `{name}` | `{value}` |" for name, value in report["hla"].items())
+    losses = ", ".join(f"{x:.3f}" for x in report["layer_losses"]) or "not trained"
+    template = Template((files("model_cards") / "template.md").read_text())
+    return template.substitute(
+        name=report["name"], base_model=report["source"], command=report["command"], rows="\n".join(rows),
+        settings=settings, losses=losses, text=report["text"], evaluation=report["evaluation"],
+    )  # fmt: skip
+
+
+def convert(options: argparse.Namespace) -> dict:
+    """Runs the conversion and returns its report. Raises ValueError on bad input, with nothing written."""
+    output = Path(options.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {options.output!r} exists and is not an empty directory")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(options.seed)
+    if options.eval_file and not Path(options.eval_file).is_file():
+        raise ValueError(f"--eval-file {options.eval_file!r} does not exist")
+
+    model, tokenizer = load_base(options.source, options.dtype, options.device)
+    hla = {f.name: getattr(options, f.name) for f in dataclasses.fields(HLAConfigMixin)}
+    to_hla(model, **hla)
+    dtype = model.dtype
+
+    rows = max(1, options.tokens // options.seq_len)
+    held_out = max(2, rows // 10)
+    rows += held_out
+    if options.data == ["self"]:
+        with softmax_attention(model):
+            tokens = sample_tokens(model, tokenizer, rows, options.seq_len)
+    else:
+        tokens = read_tokens(options.data, tokenizer, rows, options.seq_len)
+    if len(tokens) <= held_out:
+        raise ValueError(
+            f"the text has {len(tokens)} rows of {options.seq_len} tokens, of which {held_out} are held out; "
+            "give more text or a smaller --seq-len"
+        )
+    training, held_out_tokens = tokens[:-held_out], tokens[-held_out:]
+    eval_tokens = None
+    if options.eval_file:
+        eval_tokens = read_tokens(
+            [options.eval_file], tokenizer, options.eval_tokens // options.eval_len, options.eval_len
+        )
+
+    def measure() -> dict[str, float]:
+        result = agreement_with_base(model, held_out_tokens)
+        return result | ({} if eval_tokens is None else {"perplexity": perplexity(model, eval_tokens)})
+
+    print("evaluating before training", flush=True)
+    before = measure()
+    base = {}
+    if eval_tokens is not None:
+        with softmax_attention(model):
+            base["perplexity"] = perplexity(model, eval_tokens)
+    layer_losses = []
+    if options.steps:
+        for parameter in hla_parameters(model).values():
+            parameter.data = parameter.data.float()
+        layer_losses = transfer_attention(
+            model, training, steps=options.steps, batch_size=options.batch_size,
+            learning_rate=options.learning_rate, seed=options.seed,
+        )  # fmt: skip
+        for parameter in hla_parameters(model).values():
+            parameter.data = parameter.data.to(dtype)
+        print("evaluating after training", flush=True)
+    report = {
+        "name": output.name,
+        "source": options.source,
+        "command": "python -m conversion.convert " + " ".join(sys.argv[1:]),
+        "text": f"{training.numel()} tokens of {', '.join(options.data)}",
+        "evaluation": f"KL and agreement: {held_out_tokens.numel()} held-out tokens of the same text"
+        + (
+            f"; perplexity: {eval_tokens.numel()} tokens of {options.eval_file}, context {options.eval_len}"
+            if base
+            else ""
+        ),
+        "hla": hla,
+        "steps": options.steps,
+        "base": base,
+        "before": before,
+        "after": measure() if options.steps else before,
+        "layers": [layer.layer_idx for layer in hla_layers(model)],
+        "layer_losses": layer_losses,
+    }
+    save(model, tokenizer, report, output)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command: prints the report's losses and measures, exits 2 with one line on bad input."""
+    options = parse_arguments(arguments)
+    try:
+        report = convert(options)
+    except (ValueError, StrictDataclassError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if report["layer_losses"]:
+        print("\nlayer   normalised error of its attention output")
+        for layer, loss in zip(report["layers"], report["layer_losses"], strict=True):
+            print(f"{layer:5}   {loss:.4f}")
+    print(f"\n{'':14}{'before':>10}{'after':>10}{'base':>10}")
+    for key in report["after"]:
+        values = (report["before"][key], report["after"][key], report["base"].get(key))
+        print(f"{key:14}" + "".join(f"{'':>10}" if x is None else f"{x:10.4f}" for x in values))
+    print(f"\nwrote {options.output}")
+
+
+if __name__ == "__main__":
+    main()

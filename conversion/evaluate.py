@@ -1,0 +1,33 @@
+"""How close a converted model is to its base: KL, top-1 agreement, perplexity."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hla_hf import softmax_attention
+
+
+def _log_probs(model: PreTrainedModel, row: Tensor) -> Tensor:
+    return model(row[None].to(model.device), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+@torch.no_grad()
+def agreement_with_base(model: PreTrainedModel, tokens: Tensor) -> dict[str, float]:
+    """On rows `tokens [N, T]`: `kl` (base to HLA, nats per token) and `top1` (share of positions where both have the
+    same most likely next token). The base is the same weights with softmax attention."""
+    kl, top1 = [], []
+    for row in tokens:
+        with softmax_attention(model):
+            base = _log_probs(model, row)
+        hla = _log_probs(model, row)
+        kl.append(F.kl_div(hla, base, reduction="batchmean", log_target=True).item())
+        top1.append((hla.argmax(-1) == base.argmax(-1)).float().mean().item())
+    return {"kl": sum(kl) / len(kl), "top1": sum(top1) / len(top1)}
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
+    """exp of the mean next-token loss over rows `tokens [N, T]`, each row a context of its own."""
+    losses = [F.nll_loss(_log_probs(model, row), row[1:].to(model.device)).item() for row in tokens]
+    return torch.tensor(losses).mean().exp().item()

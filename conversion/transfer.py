@@ -1,0 +1,97 @@
+"""Attention transfer: train the new parameters of every HLA layer to give that layer's softmax attention output.
+
+The model runs once per batch as its base model (softmax attention, teacher-forced, no gradient). Inside each layer's
+attention function the HLA output is computed from the same q, k and v, and its error is differentiated there and then,
+so all layers train from one pass and only one layer's activations are ever held.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import AttentionInterface, PreTrainedModel
+
+from hla_hf import softmax_attention
+from hla_hf.modeling_hla import HLAAttention
+
+
+def hla_layers(model: PreTrainedModel) -> list[HLAAttention]:
+    """The HLA attention modules of a model, first layer first."""
+    return [module for module in model.modules() if isinstance(module, HLAAttention)]
+
+
+def hla_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that the base model does not have, by name."""
+    return {name: p for name, p in module.named_parameters() if name.rpartition(".")[2].startswith("hla_")}
+
+
+def normalized_error(out: Tensor, target: Tensor) -> Tensor:
+    """Squared error over the target's own energy, in fp32: 1 for an output of 0, so that no layer dominates."""
+    out, target = out.float(), target.float()
+    return (out - target).square().mean() / target.square().mean().clamp(min=1e-12)
+
+
+@contextmanager
+def _attention_function(name: str, function: Callable, model: PreTrainedModel) -> Iterator[None]:
+    """Within this context the HLA layers of a model in softmax form call `function`."""
+    AttentionInterface.register(name, function)
+    with softmax_attention(model):
+        model.base_model.hla_config._attn_implementation = name
+        yield
+
+
+def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = False) -> Tensor:
+    """The normalised error of every HLA layer on one batch `[B, T]` without padding, from one pass of the base model.
+
+    With `backward`, its gradient is added to the HLA parameters that require one.
+    """
+    losses = {}
+    sdpa = AttentionInterface()["sdpa"]
+
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        target, weights = sdpa(module, query, key, value, attention_mask, **kwargs)
+        with torch.set_grad_enabled(backward):
+            out, _ = module.mix(query, key, value, None, None)
+            loss = normalized_error(out.transpose(1, 2), target)
+        if backward:
+            loss.backward()
+        losses[module.layer_idx] = loss.detach()
+        return target, weights
+
+    with torch.no_grad(), _attention_function("hla_transfer", attention, model):
+        model.base_model(input_ids, use_cache=False)
+    return torch.stack([losses[module.layer_idx] for module in hla_layers(model)])
+
+
+def transfer_attention(
+    model: PreTrainedModel, tokens: Tensor, *, steps: int, batch_size: int, learning_rate: float, seed: int = 0
+) -> list[float]:
+    """Trains the HLA parameters of `model` on `tokens [N, T]`, whatever else it has frozen; the rest is left unchanged.
+
+    One cycle of AdamW over `steps` batches. Returns the mean loss of each HLA layer over the last tenth of the steps.
+    """
+    parameters = list(hla_parameters(model).values())
+    trainable = {p: p.requires_grad for p in model.parameters()}
+    for p in trainable:
+        p.requires_grad_(False)
+    for p in parameters:
+        p.requires_grad_(True)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
+    order = torch.Generator().manual_seed(seed)
+    history = []
+    with tqdm(total=steps, desc="attention transfer", unit="step") as progress:
+        for _ in range(steps):
+            batch = tokens[torch.randperm(len(tokens), generator=order)[:batch_size]]
+            losses = layer_losses(model, batch.to(model.device), backward=True)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            history.append(losses)
+            progress.set_postfix(loss=f"{losses.mean().item():.4f}", refresh=False)
+            progress.update()
+    for p, requires_grad in trainable.items():
+        p.requires_grad_(requires_grad)
+    return torch.stack(history[-max(1, steps // 10) :]).mean(0).tolist()

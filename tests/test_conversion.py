@@ -1,0 +1,387 @@
+"""Conversion end to end on tiny checkpoints that the tests make: every source, what is trained, what is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from conversion import convert as command
+from conversion.evaluate import agreement_with_base, perplexity
+from conversion.text import read_tokens, sample_tokens
+from conversion.transfer import hla_parameters, layer_losses, transfer_attention
+from hla_hf import ARCHITECTURES, CONFIG_CLASSES, softmax_attention, to_hla
+
+
+TEXT = "Linear attention keeps a state of fixed size. Softmax attention keeps every key and value. " * 40
+CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+}  # fmt: skip
+FAST = ["--steps", "3", "--tokens", "256", "--seq-len", "32", "--hla-window", "8", "--hla-chunk-size", "16"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    backend.train_from_iterator([TEXT], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        chat_template=CHAT,
+    )  # fmt: skip
+
+
+def make_base(tokenizer, path, model_type="llama", **settings):
+    torch.manual_seed(0)
+    prefix = ARCHITECTURES[model_type]
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2, **(TINY | settings)
+    )
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model.generation_config.repetition_penalty = 1.05
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("base")
+    make_base(tokenizer, path, tie_word_embeddings=True)
+    return path
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def error_of(capsys, arguments, code=2):
+    with pytest.raises(SystemExit) as info:
+        command.main([str(x) for x in arguments])
+    assert info.value.code == code
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_every_architecture_converts_and_keeps_its_weights(model_type, tokenizer, tmp_path, text_file):
+    original = make_base(tokenizer, tmp_path / "base", model_type)
+    command.main([str(tmp_path / "base"), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla").eval()
+    assert model.config.model_type == f"hla_{model_type}" and type(model.config) is CONFIG_CLASSES[model_type]
+    weights = model.state_dict()
+    for name, weight in original.state_dict().items():
+        assert torch.equal(weights[name], weight), name
+    ids = torch.arange(3, 60)[None]
+    with softmax_attention(model), torch.no_grad():
+        assert torch.equal(model(ids).logits, original(ids).logits)
+    report = json.loads((tmp_path / "hla" / "conversion.json").read_text())
+    assert len(report["layer_losses"]) == 3
+    assert {"kl", "top1"} <= report["before"].keys() and {"kl", "top1"} <= report["after"].keys()
+    assert not list(tmp_path.glob(".hla.partial*"))
+
+
+def test_converted_directory_is_complete_and_loads_without_the_package(base, tmp_path, text_file):
+    out = tmp_path / "hla"
+    command.main(
+        [
+            str(base),
+            "--output",
+            str(out),
+            *FAST,
+            "--eval-file",
+            str(text_file),
+            "--eval-len",
+            "64",
+            "--data",
+            str(text_file),
+        ]
+    )
+    names = {path.name for path in out.iterdir()}
+    assert names >= {
+        "README.md", "conversion.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja", "ops_hla.py", "cache_hla.py", "configuration_hla.py",
+        "modeling_hla.py",
+    }  # fmt: skip
+    card = (out / "README.md").read_text()
+    report = json.loads((out / "conversion.json").read_text())
+    for key in ("kl", "top1", "perplexity"):
+        assert f"{report['after'][key]:.4g}" in card
+    assert report["base"]["perplexity"] > 1
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert model.generation_config.repetition_penalty == 1.05
+    ids = torch.arange(3, 90)[None]
+    torch.save(model(ids).logits.detach(), tmp_path / "logits.pt")
+    script = f"""
+import sys; sys.modules["hla_hf"] = None
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+out = {str(out)!r}
+AutoConfig.from_pretrained(out, trust_remote_code=True)
+AutoModel.from_pretrained(out, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+assert torch.equal(model(torch.arange(3, 90)[None]).logits, torch.load({str(tmp_path / "logits.pt")!r}))
+chat = pipeline("text-generation", model=out, trust_remote_code=True)
+answer = chat([{{"role": "user", "content": "Linear attention"}}], max_new_tokens=5, do_sample=False)
+assert answer[0]["generated_text"][-1]["role"] == "assistant"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+
+
+def test_transfer_trains_the_new_parameters_only_and_lowers_every_layers_error(base):
+    model = to_hla(AutoModelForCausalLM.from_pretrained(base).eval(), hla_window=4, hla_num_sinks=1)
+    for name, p in model.named_parameters():  # a random model attends to all tokens alike: give it something to learn
+        if "q_proj" in name or "k_proj" in name:
+            p.data *= 12
+    with torch.no_grad():
+        for name, p in hla_parameters(model).items():
+            if name.endswith("gate"):
+                p.fill_(3.0)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if name not in hla_parameters(model)}
+    tokens = torch.randint(0, 300, (8, 48), generator=torch.Generator().manual_seed(0))
+    before = layer_losses(model, tokens)
+    transfer_attention(model, tokens, steps=30, batch_size=4, learning_rate=3e-2)
+    after = layer_losses(model, tokens)
+    assert (after < 0.9 * before).all(), (before, after)
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], p) for name, p in frozen.items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_layer_losses_are_differentiated_to_every_new_parameter_and_no_other(base):
+    model = to_hla(
+        AutoModelForCausalLM.from_pretrained(base).eval(), hla_window=4, hla_num_sinks=1, hla_decay="learned"
+    )
+    layer_losses(model, torch.arange(3, 60)[None], backward=True)
+    for name, p in model.named_parameters():
+        if name in hla_parameters(model):
+            assert p.grad is not None and p.grad.abs().sum() > 0, name
+        else:
+            assert p.grad is None, name
+
+
+def test_agreement_is_perfect_for_a_model_that_is_its_base(base):
+    # A window longer than the text is softmax attention.
+    model = to_hla(AutoModelForCausalLM.from_pretrained(base).eval(), hla_window=64)
+    tokens = torch.randint(0, 300, (3, 50), generator=torch.Generator().manual_seed(0))
+    assert agreement_with_base(model, tokens)["kl"] < 1e-6
+    assert agreement_with_base(model, tokens)["top1"] == 1
+    model = to_hla(AutoModelForCausalLM.from_pretrained(base).eval(), hla_window=2, hla_num_sinks=0)
+    assert agreement_with_base(model, tokens)["kl"] > 1e-6
+
+
+def test_perplexity_is_that_of_the_models_own_loss(base):
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    tokens = torch.randint(0, 300, (3, 50), generator=torch.Generator().manual_seed(0))
+    assert perplexity(model, tokens) == pytest.approx(model(tokens, labels=tokens).loss.exp().item(), rel=1e-5)
+
+
+def test_text_sources_agree(tokenizer, tmp_path):
+    lines = [f"document {i}. {TEXT[:100]}" for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in lines))
+    chats = [[{"role": "user", "content": x}] for x in lines]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": x}) + "\n" for x in chats))
+    (tmp_path / "other.jsonl").write_text(json.dumps({"body": "x"}) + "\n")
+    rows = read_tokens([str(tmp_path / "a.jsonl")], tokenizer, 5, 32)
+    expected = []
+    for line in lines:
+        expected += [*tokenizer(line).input_ids, tokenizer.eos_token_id]
+    assert rows.shape == (5, 32) and rows.flatten().tolist() == expected[:160]
+    chat = tokenizer.decode(read_tokens([str(tmp_path / "chat.jsonl")], tokenizer, 1, 32)[0])
+    assert chat.startswith("<|im_start|>user\ndocument 0.")
+    with pytest.raises(ValueError, match="'body'"):
+        read_tokens([str(tmp_path / "other.jsonl")], tokenizer, 1, 32)
+
+
+def test_sampled_text_starts_from_bos_and_from_a_user_turn(base, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    rows = sample_tokens(model, tokenizer, 5, 24, batch_size=2)
+    assert rows.shape == (5, 24)
+    turn = tokenizer("<|im_start|>user\n").input_ids
+    assert sum(row[: len(turn)].tolist() == turn for row in rows) == 2
+    assert all(row[0] == tokenizer.bos_token_id for row in rows)
+    assert len({tuple(row.tolist()) for row in rows}) == 5
+
+
+def test_self_is_the_default_text_and_steps_0_skips_training(base, tmp_path):
+    arguments = [str(base), "--output", str(tmp_path / "hla"), "--steps", "0", "--tokens", "64", "--seq-len", "32"]
+    report = command.convert(command.parse_arguments(arguments))
+    assert report["text"].endswith("self") and report["layer_losses"] == [] and report["before"] == report["after"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
+    untrained = to_hla(AutoModelForCausalLM.from_pretrained(base))
+    for (name, p), q in zip(model.named_parameters(), untrained.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_settings_and_dtype_reach_the_saved_model(base, tmp_path, text_file):
+    command.main(
+        [str(base), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST, "--dtype", "bfloat16",
+         "--hla-operator", "hla2", "--hla-accumulator", "key", "--hla-decay", "learned", "--hla-layers", "0", "2",
+         "--hla-num-sinks", "2"]
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
+    config = model.config
+    assert (config.hla_operator, config.hla_accumulator, config.hla_decay) == ("hla2", "key", "learned")
+    assert config.hla_layers == [0, 2] and config.hla_num_sinks == 2 and config.hla_window == 8
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    layers = {name.split(".")[2] for name in hla_parameters(model)}
+    assert layers == {"0", "2"}
+
+
+def test_gguf_file(tokenizer, tmp_path, text_file):
+    gguf = pytest.importorskip("gguf")
+    original = make_base(tokenizer, tmp_path / "base", head_dim=8)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(gguf, path, original, tokenizer)
+    command.main([str(path), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla").eval()
+    ids = torch.arange(3, 60)[None]
+    with softmax_attention(model), torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, original(ids).logits, atol=1e-5, rtol=1e-4)
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "hla")("attention keeps").input_ids
+        == tokenizer("attention keeps").input_ids
+    )
+
+
+def write_gguf(gguf, path, model, tokenizer):
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    writer.add_token_list([token for token, _ in vocabulary])
+    writer.add_token_types([gguf.TokenType.CONTROL if i < 3 else gguf.TokenType.NORMAL for _, i in vocabulary])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for name, weight in model.state_dict().items():
+        for key, n in heads.items():
+            if key in name:  # llama.cpp keeps the pairs that rotate beside each other
+                weight = weight.view(n, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        name = name.replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
+        name = name.replace("lm_head", "output").replace("model.layers", "blk")
+        for key, short in names.items():
+            name = name.replace(key, short)
+        writer.add_tensor(name, weight.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# ---- bad input: one clear error, nothing written ---------------------------------------------------------------------
+
+
+def test_output_that_is_not_empty_is_refused(base, tmp_path, capsys):
+    (tmp_path / "hla").mkdir()
+    (tmp_path / "hla" / "mine.txt").write_text("keep")
+    assert "not an empty directory" in error_of(capsys, [base, "--output", tmp_path / "hla"])
+    assert [x.name for x in (tmp_path / "hla").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--hla-operator", "hla4"], ("hla_operator", "hla4", "hla3")),
+        (["--hla-feature-map", "exp"], ("hla_feature_map", "exp", "hedgehog")),
+        (["--hla-window", "-1"], ("hla_window", "-1", "at least 0")),
+        (["--hla-layers", "0", "7"], ("hla_layers", "7", "0..2")),
+        (["--data", "no-such-file.txt"], ("--data", "no-such-file.txt", "does not exist")),
+        (["--eval-file", "no-such-file.txt"], ("--eval-file", "no-such-file.txt", "does not exist")),
+    ],
+)
+def test_bad_arguments(base, tmp_path, capsys, arguments, words):
+    message = error_of(capsys, [base, "--output", tmp_path / "hla", *arguments])
+    assert all(word in message for word in words), message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_too_short(base, tmp_path, capsys, text_file):
+    text_file.write_text("short")
+    assert "fewer than one row" in error_of(capsys, [base, "--output", tmp_path / "hla", "--data", text_file])
+    assert list(tmp_path.iterdir()) == [text_file]
+
+
+def test_unsupported_architecture_is_named(tmp_path, capsys):
+    transformers.GPT2Config().save_pretrained(tmp_path / "gpt2")
+    message = error_of(capsys, [tmp_path / "gpt2", "--output", tmp_path / "hla"])
+    assert "'gpt2'" in message and "llama" in message and "qwen3" in message
+
+
+def test_missing_and_corrupted_weights(base, tokenizer, tmp_path, capsys):
+    def damaged(name):
+        path = tmp_path / name
+        make_base(tokenizer, path)
+        return path, path / "model.safetensors"
+
+    path, weights = damaged("missing")
+    weights.unlink()
+    assert "cannot be read" in error_of(capsys, [path, "--output", tmp_path / "hla"])
+    path, weights = damaged("truncated")
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert "cannot be read" in error_of(capsys, [path, "--output", tmp_path / "hla"])
+    path, weights = damaged("partial")
+    tensors = LlamaForCausalLM.from_pretrained(path).state_dict()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    LlamaForCausalLM(LlamaConfig.from_pretrained(path)).save_pretrained(path, state_dict=tensors)
+    assert "model.layers.1.mlp.up_proj.weight" in error_of(capsys, [path, "--output", tmp_path / "hla"])
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF not really")
+    assert "bad.gguf" in error_of(capsys, [tmp_path / "bad.gguf", "--output", tmp_path / "hla"])
+    assert "does not exist" in error_of(capsys, [tmp_path / "none.gguf", "--output", tmp_path / "hla"])
+    assert not (tmp_path / "hla").exists()
+
+
+def test_sharded_source_with_a_missing_shard(tokenizer, tmp_path, capsys, text_file):
+    make_base(tokenizer, tmp_path / "base")
+    LlamaForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    tokenizer.save_pretrained(tmp_path / "sharded")
+    shards = sorted((tmp_path / "sharded").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    command.main([str(tmp_path / "sharded"), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
+    shards[1].unlink()
+    assert "cannot be read" in error_of(capsys, [tmp_path / "sharded", "--output", tmp_path / "again"])
+
+
+def test_tokenizer_larger_than_the_embedding_is_refused(tokenizer, tmp_path, capsys):
+    model = make_base(tokenizer, tmp_path / "base")
+    model.resize_token_embeddings(len(tokenizer) - 10)
+    model.save_pretrained(tmp_path / "base")
+    assert "tokenizer" in error_of(capsys, [tmp_path / "base", "--output", tmp_path / "hla"])
+
+
+def test_a_failure_while_saving_leaves_nothing(base, tmp_path, text_file, monkeypatch):
+    def fail(report):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(command, "model_card", fail)
+    with pytest.raises(OSError, match="disk full"):
+        command.main([str(base), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
+    assert [x.name for x in tmp_path.iterdir()] == ["text.txt"]
