@@ -293,7 +293,7 @@ def test_a_base_checkpoint_loads_into_the_hla_class(architecture, tmp_path):
     assert not info["unexpected_keys"]
     maps = model.model.layers[0].self_attn.hla_q_map
     assert_close(maps.data, torch.eye(8).expand_as(maps))
-    assert all((layer.self_attn.hla_gate == 0).all() for layer in model.model.layers)
+    assert all((layer.self_attn.hla_value_mix == 0).all() for layer in model.model.layers)
     with torch.no_grad(), hla_hf.softmax_attention(model):
         assert torch.equal(model(tokens(1, 9)).logits, base(tokens(1, 9)).logits)
 
