@@ -191,7 +191,7 @@ def convert(options: argparse.Namespace) -> dict:
         with softmax_attention(model):
             base["perplexity"] = perplexity(model, eval_tokens)
     layer_losses = []
-    if options.steps:
+    if options.steps and hla_layers(model):
         for parameter in hla_parameters(model).values():
             parameter.data = parameter.data.float()
         layer_losses = transfer_attention(

@@ -5,6 +5,7 @@ attention function the HLA output is computed from the same q, k and v, and its 
 so all layers train from one pass and only one layer's activations are ever held.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,14 @@ def normalized_error(out: Tensor, target: Tensor) -> Tensor:
     return (out - target).square().mean() / target.square().mean().clamp(min=1e-12)
 
 
+def softmax_function(attention: nn.Module, implementation: str) -> Callable:
+    """The attention function of an attention module: a registered one, or `eager`, which is in the model's own file."""
+    base = next(cls for cls in type(attention).__mro__ if cls.__module__.startswith("transformers."))
+    return AttentionInterface().get_interface(
+        implementation, vars(sys.modules[base.__module__])["eager_attention_forward"]
+    )
+
+
 @contextmanager
 def _attention_function(name: str, function: Callable, model: PreTrainedModel) -> Iterator[None]:
     """Within this context the HLA layers of a model in softmax form call `function`."""
@@ -48,10 +57,10 @@ def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = Fal
     With `backward`, its gradient is added to the HLA parameters that require one.
     """
     losses = {}
-    sdpa = AttentionInterface()["sdpa"]
 
     def attention(module, query, key, value, attention_mask, **kwargs):
-        target, weights = sdpa(module, query, key, value, attention_mask, **kwargs)
+        softmax = softmax_function(module, model.base_model.softmax_implementation)
+        target, weights = softmax(module, query, key, value, attention_mask, **kwargs)
         with torch.set_grad_enabled(backward):
             out, _ = module.mix(query, key, value, None, None)
             loss = normalized_error(out.transpose(1, 2), target)

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .cache_hla import load_cache, new_cache, save_cache, use_hla_layers
-from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin
+from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin, base_class_names
 from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, windowed_attention
 
 
@@ -142,7 +143,8 @@ class HLAAttention:
                 q, k, v, window=config.hla_window, num_sinks=config.hla_num_sinks, operator=operator,
                 query_map=query_map, key_map=key_map, gate=self.hla_gate.float().exp(), accumulator_map=accumulator,
                 value_mix=self.hla_value_mix.float() if operator in ("ahla", "hla3") else 1.0,
-                scale=scale, log_decay=log_decay, attention_mask=mask, initial_state=state, return_state=True,
+                scale=scale, softcap=getattr(self, "attn_logit_softcapping", None),
+                log_decay=log_decay, attention_mask=mask, initial_state=state, return_state=True,
                 chunk_size=config.hla_chunk_size, **second_order,
             )  # fmt: skip
 
@@ -180,6 +182,9 @@ class HLAModelMixin:
         decoder = self.base_model
         decoder.__class__ = _hla_class(type(decoder))
         config = decoder.config
+        decoder.softmax_implementation = "sdpa" if decoder._supports_sdpa else "eager"
+        if config._attn_implementation != "hla":
+            decoder.softmax_implementation = config._attn_implementation
         # HLA layers have a config that names their attention function whatever the softmax layers use.
         decoder.hla_config = copy.copy(config)
         decoder.hla_config._attn_implementation = "hla"
@@ -189,7 +194,7 @@ class HLAModelMixin:
             attention = decoder.layers[i].self_attn
             attention.__class__ = _attention_class(type(attention))
             attention.config = decoder.hla_config
-            attention.add_hla_parameters(like=attention.o_proj.weight)
+            attention.add_hla_parameters(like=next(attention.parameters()))
             attention._is_hf_initialized = False
             attention.reset_hla_parameters()
 
@@ -326,13 +331,12 @@ def _model_class(model_type: str, base: type, mixin: type, auto_class: str) -> t
 
 
 MODEL_CLASSES, CAUSAL_LM_CLASSES = {}, {}
-for _model_type, _prefix in ARCHITECTURES.items():
-    MODEL_CLASSES[_model_type] = _model_class(
-        _model_type, getattr(transformers, f"{_prefix}Model"), HLADecoderMixin, "AutoModel"
-    )
-    CAUSAL_LM_CLASSES[_model_type] = _model_class(
-        _model_type, getattr(transformers, f"{_prefix}ForCausalLM"), HLAModelMixin, "AutoModelForCausalLM"
-    )
+for _model_type in ARCHITECTURES:
+    if (_conversions := get_checkpoint_conversion_mapping(_model_type)) is not None:  # experts are fused on loading
+        register_checkpoint_conversion_mapping(f"hla_{_model_type}", _conversions, overwrite=True)
+    _, _decoder, _causal_lm = (getattr(transformers, name) for name in base_class_names(_model_type))
+    MODEL_CLASSES[_model_type] = _model_class(_model_type, _decoder, HLADecoderMixin, "AutoModel")
+    CAUSAL_LM_CLASSES[_model_type] = _model_class(_model_type, _causal_lm, HLAModelMixin, "AutoModelForCausalLM")
 
 
 def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
@@ -364,9 +368,10 @@ def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
 
 
 @contextmanager
-def softmax_attention(model: PreTrainedModel, implementation: str = "sdpa") -> Iterator[None]:
+def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within this context the HLA layers compute their base model's softmax attention, with the same weights."""
     decoder = model.base_model
+    implementation = decoder.softmax_implementation
     before = decoder.config._attn_implementation, decoder.hla_config._attn_implementation
     decoder.config._attn_implementation = decoder.hla_config._attn_implementation = implementation
     try:

@@ -389,7 +389,8 @@ def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, num_sinks: int = 0, operator: str = "linear",
     query_map: Callable[[Tensor], Tensor], key_map: Callable[[Tensor], Tensor], gate: Tensor,
     accumulator_map: Callable[[Tensor], Tensor] | None = None, coefficient: float | Tensor = 1.0, ridge: float = 0.0,
-    value_mix: float | Tensor = 1.0, scale: float | None = None, log_decay: Decay | Sequence[Decay] = None,
+    value_mix: float | Tensor = 1.0, scale: float | None = None, softcap: float | None = None,
+    log_decay: Decay | Sequence[Decay] = None,
     attention_mask: Tensor | None = None, initial_state: State | None = None, return_state: bool = False,
     chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
@@ -409,6 +410,7 @@ def windowed_attention(
         gate: g, one per query head, `[H]`.
         coefficient: one per head of e; value_mix: one per query head; or numbers.
         log_decay: as in the operators, per pass: u (if any), r (if any), out.
+        softcap: c in s = c tanh(scale q . k / c), for models that cap their scores; None leaves them.
         scale, attention_mask, chunk_size: as in the operators.
         initial_state, return_state: a tuple with the batch first: the number of real tokens seen `[B]`, then the
             sinks' and the window's k, v (in their dtype), the window's r (fp32) or q where the operator needs them,
@@ -496,6 +498,8 @@ def windowed_attention(
         )
         block_q = (q[:, :, part].to(dtype) * scale).reshape(batch, kv_heads, -1, head_dim)
         scores = (block_q @ block_k.to(dtype).mT).view(batch, kv_heads, heads // kv_heads, end - start, -1)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
         scores = scores.masked_fill(~visible, -torch.inf)
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
         near = (weights.flatten(2, 3) @ block_v.to(dtype)).view(batch, heads, end - start, -1)

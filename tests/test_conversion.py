@@ -1,5 +1,6 @@
 """Conversion end to end on tiny checkpoints that the tests make: every source, what is trained, what is refused."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
+from tiny import ARCHITECTURE_SETTINGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -15,6 +17,7 @@ from conversion.evaluate import agreement_with_base, perplexity
 from conversion.text import read_tokens, sample_tokens
 from conversion.transfer import hla_parameters, layer_losses, transfer_attention
 from hla_hf import ARCHITECTURES, CONFIG_CLASSES, softmax_attention, to_hla
+from hla_hf.configuration_hla import base_class_names
 
 
 TEXT = "Linear attention keeps a state of fixed size. Softmax attention keeps every key and value. " * 40
@@ -43,11 +46,17 @@ def tokenizer():
 
 def make_base(tokenizer, path, model_type="llama", **settings):
     torch.manual_seed(0)
-    prefix = ARCHITECTURES[model_type]
-    config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2, **(TINY | settings)
+    config_class, _, model_class = (getattr(transformers, name) for name in base_class_names(model_type))
+    model = model_class(
+        config_class(
+            vocab_size=len(tokenizer),
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **(TINY | ARCHITECTURE_SETTINGS.get(model_type, {}) | settings),
+        )
     )
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model.eval()
     model.generation_config.repetition_penalty = 1.05
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -75,22 +84,75 @@ def error_of(capsys, arguments, code=2):
     return capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def converted(tokenizer, tmp_path_factory):
+    """Base and converted directory of every architecture, made when first asked for."""
+    root = tmp_path_factory.mktemp("architectures")
+    (root / "text.txt").write_text(TEXT)
+
+    @functools.cache
+    def make(model_type):
+        base, hla = root / model_type, root / f"hla_{model_type}"
+        make_base(tokenizer, base, model_type)
+        command.main([str(base), "--output", str(hla), "--data", str(root / "text.txt"), *FAST])
+        return base, hla
+
+    return make
+
+
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_every_architecture_converts_and_keeps_its_weights(model_type, tokenizer, tmp_path, text_file):
-    original = make_base(tokenizer, tmp_path / "base", model_type)
-    command.main([str(tmp_path / "base"), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla").eval()
+def test_every_architecture_converts_and_keeps_its_weights(model_type, converted):
+    original, model = (AutoModelForCausalLM.from_pretrained(path).eval() for path in converted(model_type))
     assert model.config.model_type == f"hla_{model_type}" and type(model.config) is CONFIG_CLASSES[model_type]
     weights = model.state_dict()
     for name, weight in original.state_dict().items():
         assert torch.equal(weights[name], weight), name
     ids = torch.arange(3, 60)[None]
-    with softmax_attention(model), torch.no_grad():
-        assert torch.equal(model(ids).logits, original(ids).logits)
-    report = json.loads((tmp_path / "hla" / "conversion.json").read_text())
-    assert len(report["layer_losses"]) == 3
+    with torch.no_grad():
+        expected = original(ids).logits
+        with softmax_attention(model):
+            assert torch.equal(model(ids).logits, expected)
+        assert not torch.allclose(model(ids).logits, expected, atol=1e-4)
+        assert torch.equal(to_hla(original, hla_layers=[])(ids).logits, expected)
+    report = json.loads((converted(model_type)[1] / "conversion.json").read_text())
+    assert report["layers"] == model.config.hla_layer_ids and len(report["layer_losses"]) == len(report["layers"]) > 0
     assert {"kl", "top1"} <= report["before"].keys() and {"kl", "top1"} <= report["after"].keys()
-    assert not list(tmp_path.glob(".hla.partial*"))
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_every_architecture_generates_as_without_a_cache(model_type, converted):
+    model = AutoModelForCausalLM.from_pretrained(converted(model_type)[1]).eval()
+    with torch.no_grad():
+        for p in hla_parameters(model).values():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.3)
+    ids = torch.randint(3, 300, (2, 21), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[0, :6], mask[0, :6] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": -1}
+    for beams in (1, 3):
+        cached = model.generate(ids, num_beams=beams, **options)
+        assert torch.equal(cached, model.generate(ids, num_beams=beams, use_cache=False, **options))
+        alone = model.generate(ids[:1, 6:], num_beams=beams, **options | {"attention_mask": mask[:1, 6:]})
+        assert torch.equal(cached[:1, 6:], alone)
+
+
+def test_every_architecture_loads_without_the_package(converted, tmp_path):
+    directories = [str(converted(model_type)[1]) for model_type in ARCHITECTURES]
+    ids = torch.arange(3, 60)[None]
+    logits = [AutoModelForCausalLM.from_pretrained(d).eval()(ids).logits.detach() for d in directories]
+    torch.save(logits, tmp_path / "logits.pt")
+    script = f"""
+import sys; sys.modules["hla_hf"] = None
+import torch
+from transformers import AutoModelForCausalLM
+for path, logits in zip({directories!r}, torch.load({str(tmp_path / "logits.pt")!r})):
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+    assert torch.equal(model(torch.arange(3, 60)[None]).logits, logits), path
+    model.save_pretrained(path + "-again")
+    again = AutoModelForCausalLM.from_pretrained(path + "-again", trust_remote_code=True).eval()
+    assert torch.equal(again(torch.arange(3, 60)[None]).logits, logits), path
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 
 
 def test_converted_directory_is_complete_and_loads_without_the_package(base, tmp_path, text_file):
