@@ -33,7 +33,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .cache_hla import load_cache, new_cache, save_cache, use_hla_layers
 from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin, base_class_names
-from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, windowed_attention
+from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, tokens_seen, windowed_attention
 
 
 _PURE_OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
@@ -53,14 +53,16 @@ def hla_attention_forward(
     attention_mask,
     hla_mask=None,
     hla_cache=None,
+    hla_segment_ids=None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function "hla": q `[B, H, T, d]`, k and v `[B, Hkv, T, d]` as softmax attention takes them.
 
-    `hla_mask` is the `[B, T]` padding mask of these T tokens (None: no padding), `hla_cache` this layer's cache.
+    `hla_mask` is the `[B, T]` padding mask of these T tokens (None: no padding), `hla_cache` this layer's cache,
+    `hla_segment_ids` `[B, T]` the documents of a packed batch (None: one per row).
     """
     if hla_cache is None:
-        out, _ = module.mix(query, key, value, hla_mask, None)
+        out, _ = module.mix(query, key, value, hla_mask, None, hla_segment_ids)
     else:
         out = hla_cache.attend(module.mix, query, key, value, hla_mask)
     return out.transpose(1, 2), None
@@ -113,7 +115,13 @@ class HLAAttention:
         return super().forward(*args, **kwargs)
 
     def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: tuple[Tensor, ...] | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        state: tuple[Tensor, ...] | None,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Out `[B, H, T, d]` and the new state: the number of real tokens seen, then what the operator remembers."""
         config = self.config
@@ -144,8 +152,8 @@ class HLAAttention:
                 query_map=query_map, key_map=key_map, gate=self.hla_gate.float().exp(), accumulator_map=accumulator,
                 value_mix=self.hla_value_mix.float() if operator in ("ahla", "hla3") else 1.0,
                 scale=scale, softcap=getattr(self, "attn_logit_softcapping", None),
-                log_decay=log_decay, attention_mask=mask, initial_state=state, return_state=True,
-                chunk_size=config.hla_chunk_size, **second_order,
+                log_decay=log_decay, attention_mask=mask, segment_ids=segment_ids, initial_state=state,
+                return_state=True, chunk_size=config.hla_chunk_size, **second_order,
             )  # fmt: skip
 
         features_k = key_map(k)
@@ -154,11 +162,13 @@ class HLAAttention:
         seen, *state = (q.new_zeros(q.shape[0], dtype=torch.long),) if state is None else state
         out, state = _PURE_OPERATORS[operator](
             query_map(q), features_k, v, scale=1.0, log_decay=log_decay, attention_mask=mask,
-            normalize=config.hla_normalizer == "mass", initial_state=state or None, return_state=True,
-            chunk_size=config.hla_chunk_size, **second_order,
+            segment_ids=segment_ids, normalize=config.hla_normalizer == "mass", initial_state=state or None,
+            return_state=True, chunk_size=config.hla_chunk_size, **second_order,
         )  # fmt: skip
         steps = torch.ones_like(q[:, 0, :, 0], dtype=torch.long) if mask is None else mask.long()
         count = seen[:, None] + steps.cumsum(1)
+        if segment_ids is not None:
+            count = tokens_seen(segment_ids, mask, seen)
         if config.hla_normalizer == "count":
             out = out / count.clamp(min=1)[:, None, :, None].to(out.dtype)
         elif config.hla_normalizer == "rms":
@@ -276,6 +286,12 @@ class HLADecoderMixin(HLAModelMixin):
                     "output_attentions=True: HLA layers have no attention weights and this model has no other layers; "
                     "within hla_hf.softmax_attention(model, 'eager') it has those of its base model"
                 )
+            segment_ids, position_ids, attention_mask = self._packing(
+                input_ids if inputs_embeds is None else inputs_embeds, position_ids, attention_mask,
+                cache is not None or use_cache, **kwargs,
+            )  # fmt: skip
+            if segment_ids is not None:
+                kwargs["hla_segment_ids"], use_cache = segment_ids, False
             use_cache = config.use_cache if use_cache is None else use_cache
             if cache is not None:
                 use_hla_layers(cache, config.hla_layer_ids)
@@ -293,6 +309,56 @@ class HLADecoderMixin(HLAModelMixin):
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
+
+    def _packing(
+        self, inputs: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, has_cache: bool | None,
+        cu_seq_lens_q: Tensor | None = None, seq_idx: Tensor | None = None, **_,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """The documents `[B, T]` of a packed batch or None, the position_ids and the mask that softmax layers need.
+
+        Documents are those of `cu_seq_lens_q` or `seq_idx`, else, as Transformers does it without a mask and a cache,
+        they begin where `position_ids` do not go up by one.
+        """
+        batch, length = inputs.shape[:2]
+        compiling = torch.compiler.is_compiling()
+        inferred, is_explicit = None, cu_seq_lens_q is not None or seq_idx is not None
+        if position_ids is not None and position_ids.ndim == 2:
+            inferred = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(1).expand(batch, -1)
+        if cu_seq_lens_q is not None:
+            ends = cu_seq_lens_q[1:].to(inputs.device)
+            if not compiling and (batch > 1 or cu_seq_lens_q[0] != 0 or ends[-1] != length or (ends.diff() < 0).any()):
+                raise ValueError(
+                    f"cu_seq_lens_q must rise from 0 to T={length}, for a batch of one row, "
+                    f"got {cu_seq_lens_q.tolist()} for {batch} rows"
+                )
+            segment_ids = torch.searchsorted(ends, torch.arange(length, device=ends.device), right=True)[None]
+        elif seq_idx is not None:
+            if seq_idx.shape != (batch, length):
+                raise ValueError(f"seq_idx must be [B, T] = {(batch, length)}, got {tuple(seq_idx.shape)}")
+            segment_ids = seq_idx
+        else:
+            segment_ids = inferred if attention_mask is None and not has_cache else None
+
+        if is_explicit:  # softmax layers, and the rotation, have only position_ids to go by
+            changes = segment_ids.diff(dim=1, prepend=segment_ids[:, :1]) != 0
+            if compiling or inferred is None or not torch.equal(inferred, changes.cumsum(1)):
+                index = torch.arange(length, device=inputs.device)
+                position_ids = index - torch.where(changes, index, 0).cummax(1).values
+        if segment_ids is None or (not compiling and bool((segment_ids == segment_ids[:, :1]).all())):
+            return None, position_ids, attention_mask
+        if has_cache:
+            raise ValueError(
+                "a packed batch (cu_seq_lens_q, seq_idx, or position_ids that restart) has no single text that a cache "
+                "could continue: pass use_cache=False and no cache"
+            )
+        if attention_mask is not None and len(self.config.hla_layer_ids) < self.config.num_hidden_layers:
+            if not bool(attention_mask.all()):
+                raise ValueError(
+                    "attention_mask must be None or all ones in a packed batch of a model that keeps softmax layers "
+                    "(hla_layers), which find the documents in position_ids; pack without padding"
+                )
+            attention_mask = None
+        return segment_ids, position_ids, attention_mask
 
     @staticmethod
     def _padding_mask(attention_mask: Tensor, batch: int, length: int, cache) -> Tensor | None:
