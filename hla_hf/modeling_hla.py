@@ -216,7 +216,9 @@ class HLAModelMixin:
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> dict | Tensor | None:
         """`generate` calls this for a static cache: masks whose shapes do not change from token to token."""
-        hla_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        hla_mask = attention_mask
+        if attention_mask is not None:  # cloned, as strides count too
+            hla_mask = attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
         if len(config.hla_layer_ids) == config.num_hidden_layers:
             return hla_mask
         masks = create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs)
