@@ -277,6 +277,7 @@ class HLADecoderMixin(HLAModelMixin):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
+        cache_argument = "past_key_values" if "past_key_values" in kwargs else _CACHE_ARGUMENT
         if cache is None:
             cache = kwargs.pop("past_key_values", None)
         if self.hla_config._attn_implementation == "hla":
@@ -306,7 +307,7 @@ class HLADecoderMixin(HLAModelMixin):
             if hla_mask is not None:
                 batch, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
                 kwargs["hla_mask"] = self._padding_mask(hla_mask, batch, length, cache)
-        kwargs[_CACHE_ARGUMENT] = cache
+        kwargs[cache_argument] = cache
         return super().forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
