@@ -9,8 +9,11 @@ untouched, with whatever attention implementation the user asked for.
 """
 
 import copy
+import hashlib
 import inspect
+import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +26,15 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .cache_hla import new_cache, use_hla_layers
+from .cache_hla import load_cache, new_cache, save_cache, use_hla_layers
 from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin, base_class_names
 from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, tokens_seen, windowed_attention
 
@@ -58,10 +64,10 @@ def hla_attention_forward(
     `hla_mask` is the `[B, T]` padding mask of these T tokens (None: no padding), `hla_cache` this layer's cache,
     `hla_segment_ids` `[B, T]` the documents of a packed batch (None: one per row).
     """
-    state = None if hla_cache is None or hla_cache.state is None else tuple(x.to(query.device) for x in hla_cache.state)
-    out, state = module.mix(query, key, value, hla_mask, state, hla_segment_ids)
-    if hla_cache is not None:
-        hla_cache.state = state
+    if hla_cache is None:
+        out, _ = module.mix(query, key, value, hla_mask, None, hla_segment_ids)
+    else:
+        out = hla_cache.attend(module.mix, query, key, value, hla_mask)
     return out.transpose(1, 2), None
 
 
@@ -236,14 +242,54 @@ class HLAModelMixin:
             module.reset()
 
     @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> Tensor | None:
-        """Masks are made in the forward, which needs the 2D one."""
-        return attention_mask
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> dict | Tensor | None:
+        """`generate` calls this for a static cache: masks whose shapes do not change from token to token."""
+        hla_mask = attention_mask
+        if attention_mask is not None:  # cloned, as strides count too
+            hla_mask = attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
+        if len(config.hla_layer_ids) == config.num_hidden_layers:
+            return hla_mask
+        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs)
+        return (masks if isinstance(masks, dict) else {"softmax": masks}) | {"hla": hla_mask}
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if _cache_of(model_kwargs) is not None:
-            use_hla_layers(_cache_of(model_kwargs), self.config.hla_layer_ids)
+        cache = _cache_of(model_kwargs)
+        if cache is not None:
+            use_hla_layers(cache, self.config.hla_layer_ids)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def fingerprint(self) -> str:
+        """Identifies the model by its config and a few values of each weight: what a saved cache belongs to."""
+        config = self.config.to_dict()
+        for name in ("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "use_cache"):
+            config.pop(name, None)
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        for name, parameter in sorted(self.base_model.named_parameters()):
+            values = parameter.detach().flatten()
+            values = values[:: max(1, len(values) // 16)].float().cpu().numpy()
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + values.tobytes())
+        return digest.hexdigest()[:16]
+
+    def save_cache(self, cache: Cache, path: str | os.PathLike) -> None:
+        """Saves the cache of a text that was read once, to go on from later with `load_cache`, in any process.
+
+        Args:
+            cache: the `cache` of this model's output, or that of `generate(..., return_dict_in_generate=True)`.
+            path: one safetensors file. Its size does not depend on the length of the text, unless softmax layers
+                keep their keys and values.
+        """
+        save_cache(cache, path, self.fingerprint())
+
+    def load_cache(self, path: str | os.PathLike) -> Cache:
+        """The cache that `save_cache` wrote, for `model(..., cache=)` and `generate(..., cache=)`.
+
+        To go on with n questions at once, call its `batch_repeat_interleave(n)`. Pass the new tokens only, with an
+        `attention_mask` that covers those read before too: `cache.get_seq_length()` of them.
+        Raises: FileNotFoundError; ValueError if the file is not a saved cache, or of another version or model.
+        """
+        return load_cache(path, self.config, self.fingerprint(), self.device)
 
 
 class HLADecoderMixin(HLAModelMixin):
@@ -259,10 +305,18 @@ class HLADecoderMixin(HLAModelMixin):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
+        cache_argument = "past_key_values" if "past_key_values" in kwargs else _CACHE_ARGUMENT
         if cache is None:
             cache = kwargs.pop("past_key_values", None)
         if self.hla_config._attn_implementation == "hla":
             config = self.config
+            if len(config.hla_layer_ids) == config.num_hidden_layers and kwargs.get(
+                "output_attentions", config.output_attentions
+            ):
+                raise ValueError(
+                    "output_attentions=True: HLA layers have no attention weights and this model has no other layers; "
+                    "within hla_hf.softmax_attention(model, 'eager') it has those of its base model"
+                )
             segment_ids, position_ids, attention_mask = self._packing(
                 input_ids if inputs_embeds is None else inputs_embeds, position_ids, attention_mask,
                 cache is not None or use_cache, **kwargs,
@@ -274,10 +328,14 @@ class HLADecoderMixin(HLAModelMixin):
                 use_hla_layers(cache, config.hla_layer_ids)
             elif use_cache and not (self.training and self.is_gradient_checkpointing):
                 cache = new_cache(config)
-            if attention_mask is not None:
+            hla_mask = attention_mask
+            if isinstance(attention_mask, dict):  # from `create_masks_for_generate`
+                hla_mask = attention_mask["hla"]
+                attention_mask = attention_mask.get("softmax", attention_mask)
+            if hla_mask is not None:
                 batch, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-                kwargs["hla_mask"] = self._padding_mask(attention_mask, batch, length, cache)
-        kwargs[_CACHE_ARGUMENT] = cache
+                kwargs["hla_mask"] = self._padding_mask(hla_mask, batch, length, cache)
+        kwargs[cache_argument] = cache
         return super().forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
@@ -337,17 +395,15 @@ class HLADecoderMixin(HLAModelMixin):
     def _padding_mask(attention_mask: Tensor, batch: int, length: int, cache) -> Tensor | None:
         """The part of a `[B, past + T]` mask that belongs to these T tokens, or None if none of them is padding."""
         past = 0 if cache is None else cache.get_seq_length()
-        if (
-            attention_mask.ndim != 2
-            or attention_mask.shape[0] != batch
-            or attention_mask.shape[1] not in (length, past + length)
-        ):
+        compiling = torch.compiler.is_compiling()
+        lengths = (length,) if compiling and isinstance(past, Tensor) else (length, int(past) + length)
+        if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in lengths:
             raise ValueError(
-                f"attention_mask must be [B, T] with B={batch} and T={past + length} (past and new tokens), "
+                f"attention_mask must be [B, T] with B={batch} and T={lengths[-1]} (past and new tokens), "
                 f"got {tuple(attention_mask.shape)}"
             )
         mask = attention_mask[:, -length:]
-        return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+        return None if not compiling and bool(mask.all()) else mask
 
 
 _HLA_CLASSES: dict[type, type] = {}
@@ -366,6 +422,7 @@ def _model_class(model_type: str, base: type, mixin: type, auto_class: str) -> t
     }
     cls = type(f"HLA{base.__name__}", (mixin, base), attributes)
     setattr(sys.modules[__name__], cls.__name__, cls)
+    _CAN_RECORD_REGISTRY.update({str(cls): base._can_record_outputs})  # for `output_hidden_states`
     _HLA_CLASSES[base] = cls
     return cls
 
