@@ -1,8 +1,8 @@
 """Configurations: each architecture's own, with the fields of its HLA layers.
 
-`ARCHITECTURES` is the one table of what is supported: the Transformers `model_type` and the prefix of its classes.
-A new architecture is a new line, as long as its attention projects, rotates, updates the cache and calls the
-attention function that its config names, as decoders in Transformers 5 do.
+`ARCHITECTURES` is the one table of what is supported. A new architecture is a new line, as long as its attention
+projects, rotates, updates the cache and calls the attention function that its config names, as decoders in
+Transformers 5 do.
 """
 
 import dataclasses
@@ -10,11 +10,38 @@ import sys
 
 import transformers
 from huggingface_hub.dataclasses import strict
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from .ops_hla import FEATURE_MAPS, OPERATORS
 
 
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# The `model_type` of each supported architecture, with what is special about its attention. Layers with a local
+# ("sliding") attention of their own keep it by default, since their cache is bounded already.
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "ministral",  # local layers between global ones
+    "qwen2",
+    "qwen3",  # normed q and k
+    "smollm3",  # every fourth layer without rotation
+    "olmo2",  # normed q and k, norms after the blocks
+    "olmo3",  # as olmo2, with local layers
+    "granite",  # a scale of its own, multipliers on embeddings, residuals and logits
+    "phi3",  # one fused projection, partial rotation
+    "helium",
+    "starcoder2",  # biases, LayerNorm
+    "arcee",
+    "seed_oss",
+    "cohere",  # attention and MLP side by side
+    "glm4",  # partial rotation, norms after the blocks
+    "gemma2",  # soft-capped scores, local layers, a scale of its own
+    "gemma3_text",  # local layers with a rotation of their own
+    "mixtral",  # mixture of experts: only its attention changes
+    "qwen3_moe",  # mixture of experts
+)
+# Per head or per key-value head, heads first, so that tensor parallelism splits them as it splits the heads.
+HLA_PARAMETERS = ("q_map", "k_map", "gate", "value_mix", "key_mix", "decay_logit")
 NORMALIZERS = ("none", "mass", "count", "rms")
 ACCUMULATORS = ("query", "key", "softmax_query")
 
@@ -45,7 +72,8 @@ class HLAConfigMixin:
         hla_chunk_size (`int`, defaults to 64):
             Tokens per block in training and prefill.
         hla_layers (`list[int]`, *optional*):
-            The layers that are HLA, all by default. The others keep softmax attention and its growing cache.
+            The layers that are HLA; by default all, or those of full attention where the architecture has local ones
+            too. The others keep softmax attention and its cache.
         hla_window (`int`, defaults to 64):
             The last tokens, itself included, that a token attends to by softmax under the normaliser that it shares
             with HLA. 0 is HLA alone. With a window, `ahla` and `hla3` mix values, (1 - b) v + b r, r the first-order
@@ -72,11 +100,11 @@ class HLAConfigMixin:
             self.auto_map = self._own_auto_map()
 
     def _own_auto_map(self) -> dict[str, str]:
-        prefix = type(self).__name__.removesuffix("Config")
+        config, model, causal_lm = base_class_names(self.model_type.removeprefix("hla_"))
         return {
-            "AutoConfig": f"configuration_hla.{prefix}Config",
-            "AutoModel": f"modeling_hla.{prefix}Model",
-            "AutoModelForCausalLM": f"modeling_hla.{prefix}ForCausalLM",
+            "AutoConfig": f"configuration_hla.HLA{config}",
+            "AutoModel": f"modeling_hla.HLA{model}",
+            "AutoModelForCausalLM": f"modeling_hla.HLA{causal_lm}",
         }
 
     def validate_hla(self) -> None:
@@ -111,8 +139,11 @@ class HLAConfigMixin:
 
     @property
     def hla_layer_ids(self) -> list[int]:
-        """`hla_layers` with its default filled in."""
-        return list(range(self.num_hidden_layers)) if self.hla_layers is None else self.hla_layers
+        """`hla_layers` with its default filled in: all layers of full attention."""
+        if self.hla_layers is not None:
+            return self.hla_layers
+        types = getattr(self, "layer_types", None) or ["full_attention"] * self.num_hidden_layers
+        return [i for i, kind in enumerate(types) if kind == "full_attention"]
 
     def to_diff_dict(self) -> dict:
         # A later version's defaults must not change what a saved model computes, so every field is written.
@@ -123,17 +154,26 @@ class HLAConfigMixin:
         super().save_pretrained(*args, **kwargs)
 
 
-def _config_class(model_type: str, prefix: str) -> type:
-    base = getattr(transformers, f"{prefix}Config")
+def base_class_names(model_type: str) -> tuple[str, str, str]:
+    """The names in Transformers of an architecture's config, decoder and causal language model."""
+    return tuple(
+        names[model_type] for names in (CONFIG_MAPPING_NAMES, MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    )
+
+
+def _config_class(model_type: str) -> type:
+    base = getattr(transformers, base_class_names(model_type)[0])
+    plan = {f"layers.*.self_attn.hla.{name}": "hla_heads" for name in HLA_PARAMETERS}
     attributes = {
         "model_type": f"hla_{model_type}",
+        "base_model_tp_plan": base.base_model_tp_plan and base.base_model_tp_plan | plan,
         "_auto_class": "AutoConfig",  # saving copies this file, so that the directory loads without the package
         "__module__": __name__,
         "__doc__": f"[`{base.__name__}`] with HLA layers.\n{HLAConfigMixin.__doc__}",
     }
-    return strict(type(f"HLA{prefix}Config", (HLAConfigMixin, base), attributes))
+    return strict(type(f"HLA{base.__name__}", (HLAConfigMixin, base), attributes))
 
 
-CONFIG_CLASSES = {model_type: _config_class(model_type, prefix) for model_type, prefix in ARCHITECTURES.items()}
+CONFIG_CLASSES = {model_type: _config_class(model_type) for model_type in ARCHITECTURES}
 for _class in CONFIG_CLASSES.values():
     setattr(sys.modules[__name__], _class.__name__, _class)

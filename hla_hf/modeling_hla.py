@@ -9,8 +9,11 @@ untouched, with whatever attention implementation the user asked for.
 """
 
 import copy
+import hashlib
 import inspect
+import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +22,21 @@ from functools import cache as cached
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .cache_hla import new_cache, use_hla_layers
-from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin
-from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, windowed_attention
+from .cache_hla import load_cache, new_cache, save_cache, use_hla_layers
+from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES, HLAConfigMixin, base_class_names
+from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, tokens_seen, windowed_attention
 
 
 _PURE_OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
@@ -46,16 +56,18 @@ def hla_attention_forward(
     attention_mask,
     hla_mask=None,
     hla_cache=None,
+    hla_segment_ids=None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function "hla": q `[B, H, T, d]`, k and v `[B, Hkv, T, d]` as softmax attention takes them.
 
-    `hla_mask` is the `[B, T]` padding mask of these T tokens (None: no padding), `hla_cache` this layer's cache.
+    `hla_mask` is the `[B, T]` padding mask of these T tokens (None: no padding), `hla_cache` this layer's cache,
+    `hla_segment_ids` `[B, T]` the documents of a packed batch (None: one per row).
     """
-    state = None if hla_cache is None or hla_cache.state is None else tuple(x.to(query.device) for x in hla_cache.state)
-    out, state = module.mix(query, key, value, hla_mask, state)
-    if hla_cache is not None:
-        hla_cache.state = state
+    if hla_cache is None:
+        out, _ = module.mix(query, key, value, hla_mask, None, hla_segment_ids)
+    else:
+        out = hla_cache.attend(module.mix, query, key, value, hla_mask)
     return out.transpose(1, 2), None
 
 
@@ -83,6 +95,23 @@ class HLAParameters(nn.Module):
                 init.constant_(parameter, -4.0)
             else:
                 init.zeros_(parameter)
+
+    def get(self, name: str) -> Tensor | None:
+        """The parameter, under tensor parallelism this rank's heads of it, or None if the layer has no such one."""
+        parameter = getattr(self, name, None)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _HeadsParallel(TensorParallelLayer):
+    """Tensor parallelism of a parameter whose first dimension is its heads."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        full = getattr(module, param)
+        sharded = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+        setattr(module, param, nn.Parameter(sharded, requires_grad=full.requires_grad))
+
+
+ALL_PARALLEL_STYLES.register("hla_heads", _HeadsParallel())
 
 
 class HLAAttention:
@@ -115,7 +144,13 @@ class HLAAttention:
         return super().forward(*args, **kwargs)
 
     def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: tuple[Tensor, ...] | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        state: tuple[Tensor, ...] | None,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Out `[B, H, T, d]` and the new state: the number of real tokens seen, then what the operator remembers."""
         config = self.config
@@ -124,13 +159,13 @@ class HLAAttention:
         feature_scale = scale if name in ("identity", "elu", "relu") else 1.0
 
         def query_map(q):
-            return feature_map(name, q, getattr(self.hla, "q_map", None)) * feature_scale
+            return feature_map(name, q, self.hla.get("q_map")) * feature_scale
 
         def key_map(k):
-            return feature_map(name, k, getattr(self.hla, "k_map", None))
+            return feature_map(name, k, self.hla.get("k_map"))
 
         if config.hla_decay == "learned":
-            log_decay = nn.functional.logsigmoid(self.hla.decay_logit.float())
+            log_decay = nn.functional.logsigmoid(self.hla.get("decay_logit").float())
         else:
             log_decay = None if config.hla_decay is None else math.log(config.hla_decay)
         accumulators = {"query": query_map, "key": None, "softmax_query": lambda q: (q * scale).softmax(-1)}
@@ -138,15 +173,17 @@ class HLAAttention:
         second_order = {}
         if operator in ("hla2", "hla3"):
             second_order["ridge"] = config.hla_ridge + (accumulator is None)
-            second_order["coefficient"] = self.hla.key_mix.float() if accumulator is None else 1.0
+            second_order["coefficient"] = self.hla.get("key_mix").float() if accumulator is None else 1.0
 
         if config.hla_window > 0:
             return windowed_attention(
                 q, k, v, window=config.hla_window, num_sinks=config.hla_num_sinks, operator=operator,
-                query_map=query_map, key_map=key_map, gate=self.hla.gate.float().exp(), accumulator_map=accumulator,
-                value_mix=self.hla.value_mix.float() if operator in ("ahla", "hla3") else 1.0,
-                scale=scale, log_decay=log_decay, attention_mask=mask, initial_state=state, return_state=True,
-                chunk_size=config.hla_chunk_size, **second_order,
+                query_map=query_map, key_map=key_map, accumulator_map=accumulator,
+                gate=self.hla.get("gate").float().exp(),
+                value_mix=self.hla.get("value_mix").float() if operator in ("ahla", "hla3") else 1.0,
+                scale=scale, softcap=getattr(self, "attn_logit_softcapping", None),
+                log_decay=log_decay, attention_mask=mask, segment_ids=segment_ids, initial_state=state,
+                return_state=True, chunk_size=config.hla_chunk_size, **second_order,
             )  # fmt: skip
 
         features_k = key_map(k)
@@ -155,11 +192,13 @@ class HLAAttention:
         seen, *state = (q.new_zeros(q.shape[0], dtype=torch.long),) if state is None else state
         out, state = _PURE_OPERATORS[operator](
             query_map(q), features_k, v, scale=1.0, log_decay=log_decay, attention_mask=mask,
-            normalize=config.hla_normalizer == "mass", initial_state=state or None, return_state=True,
-            chunk_size=config.hla_chunk_size, **second_order,
+            segment_ids=segment_ids, normalize=config.hla_normalizer == "mass", initial_state=state or None,
+            return_state=True, chunk_size=config.hla_chunk_size, **second_order,
         )  # fmt: skip
         steps = torch.ones_like(q[:, 0, :, 0], dtype=torch.long) if mask is None else mask.long()
         count = seen[:, None] + steps.cumsum(1)
+        if segment_ids is not None:
+            count = tokens_seen(segment_ids, mask, seen)
         if config.hla_normalizer == "count":
             out = out / count.clamp(min=1)[:, None, :, None].to(out.dtype)
         elif config.hla_normalizer == "rms":
@@ -183,6 +222,9 @@ class HLAModelMixin:
         decoder = self.base_model
         decoder.__class__ = _hla_class(type(decoder))
         config = decoder.config
+        decoder.softmax_implementation = "sdpa" if decoder._supports_sdpa else "eager"
+        if config._attn_implementation != "hla":
+            decoder.softmax_implementation = config._attn_implementation
         # HLA layers have a config that names their attention function whatever the softmax layers use.
         decoder.hla_config = copy.copy(config)
         decoder.hla_config._attn_implementation = "hla"
@@ -192,7 +234,7 @@ class HLAModelMixin:
             attention = decoder.layers[i].self_attn
             attention.__class__ = _attention_class(type(attention))
             attention.config = decoder.hla_config
-            attention.add_hla_parameters(like=attention.o_proj.weight)
+            attention.add_hla_parameters(like=next(attention.parameters()))
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -200,14 +242,54 @@ class HLAModelMixin:
             module.reset()
 
     @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> Tensor | None:
-        """Masks are made in the forward, which needs the 2D one."""
-        return attention_mask
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> dict | Tensor | None:
+        """`generate` calls this for a static cache: masks whose shapes do not change from token to token."""
+        hla_mask = attention_mask
+        if attention_mask is not None:  # cloned, as strides count too
+            hla_mask = attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
+        if len(config.hla_layer_ids) == config.num_hidden_layers:
+            return hla_mask
+        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs)
+        return (masks if isinstance(masks, dict) else {"softmax": masks}) | {"hla": hla_mask}
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if _cache_of(model_kwargs) is not None:
-            use_hla_layers(_cache_of(model_kwargs), self.config.hla_layer_ids)
+        cache = _cache_of(model_kwargs)
+        if cache is not None:
+            use_hla_layers(cache, self.config.hla_layer_ids)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def fingerprint(self) -> str:
+        """Identifies the model by its config and a few values of each weight: what a saved cache belongs to."""
+        config = self.config.to_dict()
+        for name in ("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "use_cache"):
+            config.pop(name, None)
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        for name, parameter in sorted(self.base_model.named_parameters()):
+            values = parameter.detach().flatten()
+            values = values[:: max(1, len(values) // 16)].float().cpu().numpy()
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + values.tobytes())
+        return digest.hexdigest()[:16]
+
+    def save_cache(self, cache: Cache, path: str | os.PathLike) -> None:
+        """Saves the cache of a text that was read once, to go on from later with `load_cache`, in any process.
+
+        Args:
+            cache: the `cache` of this model's output, or that of `generate(..., return_dict_in_generate=True)`.
+            path: one safetensors file. Its size does not depend on the length of the text, unless softmax layers
+                keep their keys and values.
+        """
+        save_cache(cache, path, self.fingerprint())
+
+    def load_cache(self, path: str | os.PathLike) -> Cache:
+        """The cache that `save_cache` wrote, for `model(..., cache=)` and `generate(..., cache=)`.
+
+        To go on with n questions at once, call its `batch_repeat_interleave(n)`. Pass the new tokens only, with an
+        `attention_mask` that covers those read before too: `cache.get_seq_length()` of them.
+        Raises: FileNotFoundError; ValueError if the file is not a saved cache, or of another version or model.
+        """
+        return load_cache(path, self.config, self.fingerprint(), self.device)
 
 
 class HLADecoderMixin(HLAModelMixin):
@@ -223,39 +305,105 @@ class HLADecoderMixin(HLAModelMixin):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
+        cache_argument = "past_key_values" if "past_key_values" in kwargs else _CACHE_ARGUMENT
         if cache is None:
             cache = kwargs.pop("past_key_values", None)
         if self.hla_config._attn_implementation == "hla":
             config = self.config
+            if len(config.hla_layer_ids) == config.num_hidden_layers and kwargs.get(
+                "output_attentions", config.output_attentions
+            ):
+                raise ValueError(
+                    "output_attentions=True: HLA layers have no attention weights and this model has no other layers; "
+                    "within hla_hf.softmax_attention(model, 'eager') it has those of its base model"
+                )
+            segment_ids, position_ids, attention_mask = self._packing(
+                input_ids if inputs_embeds is None else inputs_embeds, position_ids, attention_mask,
+                cache is not None or use_cache, **kwargs,
+            )  # fmt: skip
+            if segment_ids is not None:
+                kwargs["hla_segment_ids"], use_cache = segment_ids, False
             use_cache = config.use_cache if use_cache is None else use_cache
             if cache is not None:
                 use_hla_layers(cache, config.hla_layer_ids)
             elif use_cache and not (self.training and self.is_gradient_checkpointing):
                 cache = new_cache(config)
-            if attention_mask is not None:
+            hla_mask = attention_mask
+            if isinstance(attention_mask, dict):  # from `create_masks_for_generate`
+                hla_mask = attention_mask["hla"]
+                attention_mask = attention_mask.get("softmax", attention_mask)
+            if hla_mask is not None:
                 batch, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
-                kwargs["hla_mask"] = self._padding_mask(attention_mask, batch, length, cache)
-        kwargs[_CACHE_ARGUMENT] = cache
+                kwargs["hla_mask"] = self._padding_mask(hla_mask, batch, length, cache)
+        kwargs[cache_argument] = cache
         return super().forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
 
+    def _packing(
+        self, inputs: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, has_cache: bool | None,
+        cu_seq_lens_q: Tensor | None = None, seq_idx: Tensor | None = None, **_,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """The documents `[B, T]` of a packed batch or None, the position_ids and the mask that softmax layers need.
+
+        Documents are those of `cu_seq_lens_q` or `seq_idx`, else, as Transformers does it without a mask and a cache,
+        they begin where `position_ids` do not go up by one.
+        """
+        batch, length = inputs.shape[:2]
+        compiling = torch.compiler.is_compiling()
+        inferred, is_explicit = None, cu_seq_lens_q is not None or seq_idx is not None
+        if position_ids is not None and position_ids.ndim == 2:
+            inferred = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(1).expand(batch, -1)
+        if cu_seq_lens_q is not None:
+            ends = cu_seq_lens_q[1:].to(inputs.device)
+            if not compiling and (batch > 1 or cu_seq_lens_q[0] != 0 or ends[-1] != length or (ends.diff() < 0).any()):
+                raise ValueError(
+                    f"cu_seq_lens_q must rise from 0 to T={length}, for a batch of one row, "
+                    f"got {cu_seq_lens_q.tolist()} for {batch} rows"
+                )
+            segment_ids = torch.searchsorted(ends, torch.arange(length, device=ends.device), right=True)[None]
+        elif seq_idx is not None:
+            if seq_idx.shape != (batch, length):
+                raise ValueError(f"seq_idx must be [B, T] = {(batch, length)}, got {tuple(seq_idx.shape)}")
+            segment_ids = seq_idx
+        else:
+            segment_ids = inferred if attention_mask is None and not has_cache else None
+
+        if is_explicit:  # softmax layers, and the rotation, have only position_ids to go by
+            changes = segment_ids.diff(dim=1, prepend=segment_ids[:, :1]) != 0
+            if compiling or inferred is None or not torch.equal(inferred, changes.cumsum(1)):
+                index = torch.arange(length, device=inputs.device)
+                position_ids = index - torch.where(changes, index, 0).cummax(1).values
+        if segment_ids is None or (not compiling and bool((segment_ids == segment_ids[:, :1]).all())):
+            return None, position_ids, attention_mask
+        if has_cache:
+            raise ValueError(
+                "a packed batch (cu_seq_lens_q, seq_idx, or position_ids that restart) has no single text that a cache "
+                "could continue: pass use_cache=False and no cache"
+            )
+        if attention_mask is not None and len(self.config.hla_layer_ids) < self.config.num_hidden_layers:
+            if not bool(attention_mask.all()):
+                raise ValueError(
+                    "attention_mask must be None or all ones in a packed batch of a model that keeps softmax layers "
+                    "(hla_layers), which find the documents in position_ids; pack without padding"
+                )
+            attention_mask = None
+        return segment_ids, position_ids, attention_mask
+
     @staticmethod
     def _padding_mask(attention_mask: Tensor, batch: int, length: int, cache) -> Tensor | None:
         """The part of a `[B, past + T]` mask that belongs to these T tokens, or None if none of them is padding."""
         past = 0 if cache is None else cache.get_seq_length()
-        if (
-            attention_mask.ndim != 2
-            or attention_mask.shape[0] != batch
-            or attention_mask.shape[1] not in (length, past + length)
-        ):
+        compiling = torch.compiler.is_compiling()
+        lengths = (length,) if compiling and isinstance(past, Tensor) else (length, int(past) + length)
+        if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in lengths:
             raise ValueError(
-                f"attention_mask must be [B, T] with B={batch} and T={past + length} (past and new tokens), "
+                f"attention_mask must be [B, T] with B={batch} and T={lengths[-1]} (past and new tokens), "
                 f"got {tuple(attention_mask.shape)}"
             )
         mask = attention_mask[:, -length:]
-        return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+        return None if not compiling and bool(mask.all()) else mask
 
 
 _HLA_CLASSES: dict[type, type] = {}
@@ -274,18 +422,18 @@ def _model_class(model_type: str, base: type, mixin: type, auto_class: str) -> t
     }
     cls = type(f"HLA{base.__name__}", (mixin, base), attributes)
     setattr(sys.modules[__name__], cls.__name__, cls)
+    _CAN_RECORD_REGISTRY.update({str(cls): base._can_record_outputs})  # for `output_hidden_states`
     _HLA_CLASSES[base] = cls
     return cls
 
 
 MODEL_CLASSES, CAUSAL_LM_CLASSES = {}, {}
-for _model_type, _prefix in ARCHITECTURES.items():
-    MODEL_CLASSES[_model_type] = _model_class(
-        _model_type, getattr(transformers, f"{_prefix}Model"), HLADecoderMixin, "AutoModel"
-    )
-    CAUSAL_LM_CLASSES[_model_type] = _model_class(
-        _model_type, getattr(transformers, f"{_prefix}ForCausalLM"), HLAModelMixin, "AutoModelForCausalLM"
-    )
+for _model_type in ARCHITECTURES:
+    if (_conversions := get_checkpoint_conversion_mapping(_model_type)) is not None:  # experts are fused on loading
+        register_checkpoint_conversion_mapping(f"hla_{_model_type}", _conversions, overwrite=True)
+    _, _decoder, _causal_lm = (getattr(transformers, name) for name in base_class_names(_model_type))
+    MODEL_CLASSES[_model_type] = _model_class(_model_type, _decoder, HLADecoderMixin, "AutoModel")
+    CAUSAL_LM_CLASSES[_model_type] = _model_class(_model_type, _causal_lm, HLAModelMixin, "AutoModelForCausalLM")
 
 
 def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
@@ -302,24 +450,57 @@ def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
             f"{type(model).__name__} (model_type {model_type!r}) cannot be converted; supported are the base and "
             f"causal language models of {', '.join(ARCHITECTURES)}"
         )
-    settings = model.config.to_dict()
-    for name in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config"):
-        settings.pop(name, None)
-    base_config, config = model.config, CONFIG_CLASSES[model_type](**settings, **hla_settings)
-    config.name_or_path = base_config.name_or_path
-    config._attn_implementation = base_config._attn_implementation
-    for module in model.modules():
-        if getattr(module, "config", None) is base_config:
-            module.config = config
+    _replace_config(model, CONFIG_CLASSES[model_type], **hla_settings)
     model.__class__ = _HLA_CLASSES[type(model)]
     model._add_hla()
     return model
 
 
+def to_softmax(model: PreTrainedModel) -> PreTrainedModel:
+    """The inverse of `to_hla`, in place: the base architecture with this model's weights, less those of HLA.
+
+    Raises: ValueError if `model` is not an HLA model.
+    """
+    if not isinstance(model, HLAModelMixin):
+        raise ValueError(f"{type(model).__name__} is not an HLA model, so it cannot be turned back")
+    decoder = model.base_model
+    implementation = decoder.softmax_implementation
+    _replace_config(model, type(model.config).__mro__[2])
+    model.config._attn_implementation = implementation
+    for layer in decoder.layers:
+        if isinstance(layer.self_attn, HLAAttention):
+            del layer.self_attn.hla
+            layer.self_attn.config = model.config
+            layer.self_attn.__class__ = type(layer.self_attn).__mro__[2]
+    bases = {hla: base for base, hla in _HLA_CLASSES.items()}
+    for module in {decoder, model}:
+        module.__class__ = bases[type(module)]
+    del decoder.hla_config, decoder.softmax_implementation
+    return model
+
+
+def _replace_config(model: PreTrainedModel, config_class: type, **settings) -> None:
+    """Gives a model and its modules a config of another class with the same settings."""
+    old = model.config
+    kept = {
+        name: value
+        for name, value in old.to_dict().items()
+        if not name.startswith("hla_")
+        and name not in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config")
+    }
+    new = config_class(**kept, **settings)
+    new.name_or_path = old.name_or_path
+    new._attn_implementation = old._attn_implementation
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
+
+
 @contextmanager
-def softmax_attention(model: PreTrainedModel, implementation: str = "sdpa") -> Iterator[None]:
+def softmax_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within this context the HLA layers compute their base model's softmax attention, with the same weights."""
     decoder = model.base_model
+    implementation = decoder.softmax_implementation
     before = decoder.config._attn_implementation, decoder.hla_config._attn_implementation
     decoder.config._attn_implementation = decoder.hla_config._attn_implementation = implementation
     try:

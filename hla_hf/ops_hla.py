@@ -17,13 +17,16 @@ over the window and the first tokens ("sinks") under one normaliser.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 
-FORMS = ("dense", "recurrent", "chunk")
+FORMS = ("dense", "recurrent", "chunk", "scan")
 OPERATORS = ("linear", "ahla", "hla2", "hla3")
 FEATURE_MAPS = ("identity", "softmax", "elu", "relu", "hedgehog")
 EPS = 1e-6
@@ -65,8 +68,9 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _per_head(x: float | Tensor) -> float | Tensor:
-    return x[:, None, None] if isinstance(x, Tensor) and x.ndim == 1 else x
+def _of_heads(x: float | Tensor, heads: int) -> float | Tensor:
+    """A number, or one per head `[Hkv or H]`, to be multiplied with `[B, H, T, d]`."""
+    return _repeat_heads(x[None, :, None, None], heads) if isinstance(x, Tensor) and x.ndim == 1 else x
 
 
 def safe_divide(x: Tensor, mass: Tensor) -> Tensor:
@@ -77,46 +81,185 @@ def safe_divide(x: Tensor, mass: Tensor) -> Tensor:
 # ---- the primitive on one block of tokens ----------------------------------------
 
 
-def _attend_block(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None):
-    """LA over one block, given the state of all that came before it.
+class _Weights(NamedTuple):
+    """What decays and document boundaries multiply within a chunk of C tokens; `heads` is that of the decay, or 1."""
 
-    q `[B, H, C, d]`; k, v `[B, H or Hkv, C, .]`; log_decay None or `[B or 1, H, Hkv or 1, C]`;
-    state None or `[B, Hs, d, dv]`, Hs the most heads that k, v and log_decay have.
-    Returns out `[B, H, C, dv]` and the new state. Every exponent is at most 0, so nothing can overflow.
-    """
-    state_heads = max(k.shape[1], v.shape[1], 1 if log_decay is None else log_decay.shape[1])
-    q = _repeat_heads(q, max(q.shape[1], state_heads))
-    if log_decay is not None and log_decay.shape[1] > 1:
-        log_decay = _repeat_heads(log_decay, state_heads)
-    batch, heads, length, dim = q.shape
-    k, v = _repeat_heads(k, state_heads), _repeat_heads(v, state_heads)
-    q = q.reshape(batch, state_heads, -1, dim)  # the queries of one state head stand below each other: [group * C, d]
-    if length == 1:  # one token of decoding: update the state, then read it
-        update = k.mT @ v
-        if state is not None:
-            update = update + (state if log_decay is None else log_decay[..., None].exp() * state)
-        return (q @ update).reshape(batch, heads, 1, -1), update
+    between: Tensor  # [N, heads, C, C]: from token j to token t, 0 for j > t
+    from_start: Tensor  # [N, heads, C]: from the chunk's start to token t, t included
+    to_end: Tensor  # [N, heads, C]: from token t, t not included, to the chunk's end
+    across: Tensor  # [N, heads]: over the whole chunk
 
-    groups = (batch, state_heads, heads // state_heads, length, -1)
-    scores = (q @ k.mT).view(groups)
+
+def _chunk_weights(log_decay: Tensor | None, length: int, runs: Tensor | None, before: Tensor | None):
+    """log_decay None or `[N or 1, heads, C or 1]`; runs `[N, C]` number each token's document, before `[N]` is that of
+    the state. None if nothing decays and there is one document. Every exponent is at most 0: nothing can overflow."""
+    if log_decay is None and runs is None:
+        return None
     if log_decay is None:
-        scores = scores.tril()
-        past = None if state is None else q @ state
+        log_decay = torch.zeros(1, 1, length, device=runs.device)
+    total = log_decay.expand(*log_decay.shape[:2], length).cumsum(-1)
+    above = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
+    weights = _Weights(
+        (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf).exp(),
+        total.exp(),
+        (total[..., -1:] - total).exp(),
+        total[..., -1].exp(),
+    )
+    if runs is None:
+        return weights
+    last = runs[:, -1:]
+    same = runs[:, :, None] == runs[:, None], runs == before[:, None], runs == last, last[:, 0] == before
+    return _Weights(*(weight * mask.unsqueeze(1) for weight, mask in zip(weights, same, strict=True)))
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, weights: _Weights | None, state: Tensor | None, chunks: int = 1):
+    """LA over a block of chunks folded into the batch, given the state of all that came before it.
+
+    q `[B * chunks, H, C, d]`; k, v `[B * chunks, H or Hkv, C, .]`; state None or `[B, Hs, d, dv]`, Hs the most heads
+    that k, v and the weights have. Returns out `[B * chunks, H, C, dv]` and the new state.
+    """
+    state_heads = max(k.shape[1], v.shape[1], 1 if weights is None else weights.across.shape[1])
+    if weights is not None and weights.across.shape[1] > 1:
+        weights = _Weights(*(_repeat_heads(x, state_heads) for x in weights))
+    q = _repeat_heads(q, max(q.shape[1], state_heads))
+    k, v = _repeat_heads(k, state_heads), _repeat_heads(v, state_heads)
+    rows, heads, length, dim = q.shape
+    q = q.reshape(rows, state_heads, -1, dim)  # the queries of one state head stand below each other: [group * C, d]
+    if length == 1 and chunks == 1:  # one token of decoding: update the state, then read it
         update = k.mT @ v
-        new_state = update if state is None else state + update
-    else:
-        total = log_decay.cumsum(-1)  # log of the decay from the block's start to each token, itself included
-        above = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        between = (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf).exp()
-        scores = scores * between[:, :, None]
-        past = None if state is None else ((q @ state).view(groups) * total.exp()[:, :, None, :, None]).flatten(2, 3)
-        new_state = (k * (total[..., -1:] - total).exp()[..., None]).mT @ v
         if state is not None:
-            new_state = new_state + total[..., -1].exp()[..., None, None] * state
+            update = update + (state if weights is None else weights.across[..., None, None] * state)
+        return (q @ update).reshape(rows, heads, 1, -1), update
+
+    groups = (rows, state_heads, heads // state_heads, length, -1)
+    scores = (q @ k.mT).view(groups)
+    scores = scores.tril_() if weights is None else scores * weights.between[:, :, None]
     out = scores.flatten(2, 3) @ v
+    update = (k if weights is None else k * weights.to_end[..., None]).mT @ v
+    past, state = _chunk_states(update, weights, state, chunks)
     if past is not None:
-        out = out + past
-    return out.view(batch, heads, length, -1), new_state
+        read = q @ past
+        if weights is not None:
+            read = (read.view(groups) * weights.from_start[:, :, None, :, None]).flatten(2, 3)
+        out += read
+    return out.view(rows, heads, length, -1), state
+
+
+def _chunk_states(update: Tensor, weights: _Weights | None, state: Tensor | None, chunks: int):
+    """The state before each chunk `[B * chunks, Hs, d, dv]` (None if there was nothing before the only one), and the
+    state after the last."""
+    across = None if weights is None else weights.across[..., None, None]
+    if chunks == 1:
+        kept = state if across is None or state is None else across * state
+        return state, update if state is None else update + kept
+    updates = update.unflatten(0, (-1, chunks))
+    if across is not None:
+        across = across.expand(update.shape[0], -1, 1, 1).unflatten(0, (-1, chunks)).unbind(1)
+    states = [torch.zeros_like(updates[:, 0]) if state is None else state]
+    for i, update in enumerate(updates.unbind(1)):
+        states.append(states[-1] + update if across is None else torch.addcmul(update, across[i], states[-1]))
+    return torch.stack(states[:-1], 1).flatten(0, 1), states[-1]
+
+
+# ---- a sequence as blocks of chunks ----------------------------------------
+
+BLOCK_NUMEL = 2**18  # of q in one block: its products stay in the cache of a CPU core
+
+
+class _Block(NamedTuple):
+    start: int
+    chunks: int
+    chunk_size: int
+
+    @property
+    def length(self) -> int:
+        return self.chunks * self.chunk_size
+
+
+def _blocks_of(length: int, chunk_size: int, chunks: int) -> list[_Block]:
+    """Blocks of at most `chunks` chunks; what is left of a chunk is a block of its own."""
+    blocks, start = [], 0
+    while start < length:
+        size = min(chunk_size, length - start)
+        blocks.append(_Block(start, min(chunks, (length - start) // size), size))
+        start += blocks[-1].length
+    return blocks
+
+
+def _split(x: Tensor | None, blocks: list[_Block], dim: int) -> Sequence[Tensor | None]:
+    """One piece per block; the gradient of a split is one concatenation, that of slices a full tensor each."""
+    if x is None or len(blocks) == 1 or x.shape[dim] == 1:
+        return [x] * len(blocks)
+    return x.split([block.length for block in blocks], dim)
+
+
+def _fold(x: Tensor | None, chunks: int) -> Tensor | None:
+    """`[B, H, chunks * C, ...]` to `[B * chunks, H, C, ...]`."""
+    if x is None or chunks == 1:
+        return x
+    return x.unflatten(2, (chunks, -1)).transpose(1, 2).contiguous().flatten(0, 1)
+
+
+def _unfold(x: Tensor, chunks: int) -> Tensor:
+    return x if chunks == 1 else x.unflatten(0, (-1, chunks)).transpose(1, 2).flatten(2, 3)
+
+
+def _run_blocks(step: Callable, count: int, state: Sequence, recompute: bool) -> tuple[Tensor, Sequence]:
+    """Concatenates `out, state = step(i, state)`. With `recompute`, what the backward pass keeps of a step is its
+    inputs: the step is run again there."""
+    outs = []
+    for i in range(count):
+        if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            out, state = checkpoint(step, i, state, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out, state = step(i, state)
+        outs.append(out)
+    return outs[0] if count == 1 else torch.cat(outs, 2), state
+
+
+def _document_runs(segment_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """`[B, T]`: 0 for the first document and 1 more at each change of `segment_ids` between real tokens; a padded
+    token counts to the document before it."""
+    if segment_ids is None:
+        return None
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
+    real = torch.ones_like(index, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    last_real = index.masked_fill(~real, -1).cummax(1).values
+    previous = pad(last_real[:, :-1], (1, 0), value=-1)
+    starts = real & (previous >= 0) & (segment_ids != segment_ids.gather(1, previous.clamp(min=0)))
+    return starts.cumsum(1)
+
+
+def tokens_seen(segment_ids: Tensor, attention_mask: Tensor | None, seen: Tensor) -> Tensor:
+    """`[B, T]`: real tokens of each token's document so far, itself included; the first document had `seen [B]`."""
+    runs = _document_runs(segment_ids, attention_mask)
+    real = torch.ones_like(runs) if attention_mask is None else (attention_mask != 0).long()
+    before = real.cumsum(1) - real  # in the row
+    begins = runs.diff(dim=1, prepend=runs[:, :1]) > 0
+    first = torch.where(begins, before, -seen[:, None]).cummax(1).values
+    return before + real - first
+
+
+def _block_weights(decays: Sequence[Tensor | None], block: _Block, runs: Tensor | None) -> list[_Weights | None]:
+    """Per pass, for the block's chunks; passes that decay alike share them."""
+    before = None
+    if runs is not None:
+        previous = pad(runs, (1, 0))  # the carried state belongs to the first document, number 0
+        part = slice(block.start, block.start + block.length)
+        runs = runs[:, part].reshape(-1, block.chunk_size)
+        before = previous[:, part].reshape(-1, block.chunk_size)[:, 0]
+    made = {}
+    for x in decays:
+        if id(x) not in made:
+            folded = x if x is None or x.shape[2] == 1 else _fold(x, block.chunks)
+            made[id(x)] = _chunk_weights(folded, block.chunk_size, runs, before)
+    return [made[id(x)] for x in decays]
+
+
+def _no_autocast(x: Tensor):
+    """States and what is summed into them keep their dtype under autocast."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 # ---- the operators, each once, as a stack over `attend` ----------------------------------------
@@ -129,9 +272,8 @@ def _linear(attend, q, k, v):
 def _accumulate(attend, e, k, coefficient, ridge):
     """u = coefficient LA(e, k, k) + ridge e: the keys of the outer pass."""
     u = attend(0, e, k, k)
-    if isinstance(coefficient, Tensor) and coefficient.ndim == 1:
-        coefficient = _repeat_heads(coefficient[None, :, None, None], u.shape[1])
-    u = coefficient * u
+    if isinstance(coefficient, Tensor) or coefficient != 1:
+        u = _of_heads(coefficient, u.shape[1]) * u
     return u + ridge * _repeat_heads(e, u.shape[1]) if ridge else u
 
 
@@ -147,41 +289,55 @@ def _hla3(attend, q, k, v, e, coefficient, ridge):
     return attend(2, q, _accumulate(attend, e, k, coefficient, ridge), attend(1, q, k, v))
 
 
-def _dense_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Q K^T and the lower triangle of decays g^(t-j) that belongs to it, both `[B or 1, H, T, T]`."""
+def _hla3_published(attend, q, k, v):
+    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    qk = (q * k).sum(-1, keepdim=True)
+    u = attend(0, q, k, k) - qk * k
+    r = attend(1, q, k, v) - qk * v
+    w = (k * (attend(2, k, q, q) - qk * q)).sum(-1, keepdim=True)
+    return attend(3, q, u, qk * v) + attend(4, q, k, (w + qk * qk) * v + qk * r)
+
+
+def _dense_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, runs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Q K^T and the lower triangle of decays g^(t-j) within a document that belongs to it, `[B or 1, H, T, T]`."""
     lower = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    if runs is not None:
+        lower = lower & (runs[:, None, :, None] == runs[:, None, None])
     if log_decay is None:
         return q @ k.mT, lower.to(q.dtype)
-    total = _repeat_heads(log_decay, q.shape[1]).cumsum(-1)
+    log_decay = _repeat_heads(log_decay, q.shape[1])
+    total = log_decay.expand(*log_decay.shape[:2], q.shape[2]).cumsum(-1)
     between = total[..., :, None] - total[..., None, :]
     return q @ k.mT, between.masked_fill(~lower, -torch.inf).exp()
 
 
-def _dense_linear(q, k, v, decays):
-    scores, lower = _dense_pairs(q, k, decays[0])
+def _dense_linear(q, k, v, decays, runs):
+    scores, lower = _dense_pairs(q, k, decays[0], runs)
     return (scores * lower) @ v
 
 
-def _dense_keys(q, k, e, coefficient, ridge, inner, outer):
+def _dense_keys(q, k, e, coefficient, ridge, inner, outer, runs):
     """((c (Q K^T)(L . E K^T)^T + ridge Q E^T) . L: row t, column j holds q_t . u_j for j <= t."""
-    e = _repeat_heads(e, q.shape[1])
-    scores, lower = _dense_pairs(e, k, inner)
-    if isinstance(coefficient, Tensor) and coefficient.ndim == 1:
-        coefficient = _repeat_heads(coefficient[None, :, None, None], q.shape[1])
-    pairs = (q @ k.mT) @ (coefficient * scores * lower).mT + ridge * (q @ e.mT)
-    return pairs * _dense_pairs(q, k, outer)[1]
+    scores, lower = _dense_pairs(e, k, inner, runs)
+    pairs = (q @ k.mT) @ (_of_heads(coefficient, q.shape[1]) * scores * lower).mT + ridge * (q @ e.mT)
+    return pairs * _dense_pairs(q, k, outer, runs)[1]
 
 
-def _dense_hla2(q, k, v, decays, e, coefficient, ridge):
-    return _dense_keys(q, k, e, coefficient, ridge, *decays) @ v
+def _dense_hla2(q, k, v, e, decays, runs, coefficient, ridge):
+    return _dense_keys(q, k, e, coefficient, ridge, *decays, runs) @ v
 
 
-def _dense_ahla(q, k, v, decays):
-    return _dense_linear(q, k, _dense_linear(q, k, v, decays[:1]), decays[1:])
+def _dense_ahla(q, k, v, decays, runs):
+    return _dense_linear(q, k, _dense_linear(q, k, v, decays[:1], runs), decays[1:], runs)
 
 
-def _dense_hla3(q, k, v, decays, e, coefficient, ridge):
-    return _dense_keys(q, k, e, coefficient, ridge, decays[0], decays[2]) @ _dense_linear(q, k, v, decays[1:2])
+def _dense_hla3(q, k, v, e, decays, runs, coefficient, ridge):
+    r = _dense_linear(q, k, v, decays[1:2], runs)
+    return _dense_keys(q, k, e, coefficient, ridge, decays[0], decays[2], runs) @ r
+
+
+def _dense_hla3_published(q, k, v, decays, runs):
+    return _hla3_published(lambda i, q, k, v: _dense_linear(q, k, v, decays[i:], runs), q, k, v)
 
 
 # name: (the stack, the definition, how many passes it has)
@@ -190,7 +346,139 @@ _OPERATORS = {
     "hla2": (_hla2, _dense_hla2, 2),
     "ahla": (_ahla, _dense_ahla, 2),
     "hla3": (_hla3, _dense_hla3, 3),
+    "hla3_published": (_hla3_published, _dense_hla3_published, 5),
 }
+
+
+# ---- segments of a sequence, and their concatenation ----------------------------------------
+
+
+class Segment(NamedTuple):
+    """What a segment of tokens, seen alone, does to the states of an operator; heads stand at dimension -3.
+
+    states: one per pass, as the operator returns them; crosses: what the states before it meet in it; decays: the
+    product of its tokens' decays, one `[..., heads or 1, 1, 1]` per pass.
+    """
+
+    states: State
+    crosses: State
+    decays: State
+
+
+def _match_heads(*tensors: Tensor) -> list[Tensor]:
+    heads = max(x.shape[-3] for x in tensors)
+    return [x if x.shape[-3] in (1, heads) else x.repeat_interleave(heads // x.shape[-3], -3) for x in tensors]
+
+
+def _mm(x: Tensor, y: Tensor) -> Tensor:
+    x, y = _match_heads(x, y)
+    return x @ y
+
+
+def _scaled(x: Tensor, *decays: Tensor) -> Tensor:
+    for decay in decays:
+        x, decay = _match_heads(x, decay)
+        x = x * decay
+    return x
+
+
+def concatenate(operator: str, a: Segment, b: Segment) -> Segment:
+    """The segment a followed by b, of `linear`, `hla2`, `ahla` or `hla3`. It is associative, decays included.
+
+    With rho the decays of b (of a for what b meets first), per pass:
+        hla2  C = sum e v^T                                  F = rho F_a + F_b + S_a C_b
+        ahla  R = sum k q^T                                  E = rho E_a + E_b + R_b P_a
+        hla3  X = sum e r^T, Y = sum u q^T, Z = sum e q^T    F = rho F_a + F_b + S_a X_b + Y_b P_a + S_a Z_b P_a
+    """
+    states = [_scaled(x, rho) + y for x, y, rho in zip(a.states, b.states, b.decays, strict=True)]
+    decays = tuple(x * y for x, y in zip(a.decays, b.decays, strict=True))
+    crosses = ()
+    if operator in ("hla2", "ahla"):
+        (cross_a,), (cross_b,) = a.crosses, b.crosses
+        first = a.states[0]
+        states[1] = states[1] + (_mm(first, cross_b) if operator == "hla2" else _mm(cross_b, first))
+        crosses = (_scaled(cross_a, b.decays[1]) + _scaled(cross_b, a.decays[0]),)
+    elif operator == "hla3":
+        s, p, _ = a.states
+        x, y, z = b.crosses
+        x, y = x + _mm(z, p), y + _mm(s, z)
+        states[2] = states[2] + _mm(s, x) + _mm(b.crosses[1], p)
+        met = _scaled(x, a.decays[0]), _scaled(y, a.decays[1]), _scaled(z, *a.decays[:2])
+        crosses = tuple(_scaled(old, b.decays[2]) + new for old, new in zip(a.crosses, met, strict=True))
+    return Segment(tuple(states), crosses, decays)
+
+
+def _segment(operator: str, features: list[Tensor], weights: list[_Weights | None], settings: dict) -> Segment:
+    """Of each row of `features`, none of which has a past."""
+    stack, _, passes = _OPERATORS[operator]
+    states, seen = [None] * passes, {}
+
+    def attend(i, q, k, v):
+        out, states[i] = _attend_block(q, k, v, weights[i], None)
+        seen[i] = k, out
+        return out
+
+    stack(attend, *features, **settings)
+    q, k, v, *e = features
+    starts, ends = ([None if w is None else w[n][..., None] for w in weights] for n in (1, 2))
+
+    def cross(x, y, *weights):
+        return _mm(_scaled(x, *(w for w in weights if w is not None)).mT, y)
+
+    crosses = ()
+    if e:
+        e = e[0] * _of_heads(settings["coefficient"], e[0].shape[1])
+    if operator == "hla2":
+        crosses = (cross(e, v, starts[0], ends[1]),)
+    elif operator == "ahla":
+        crosses = (cross(k, q, starts[0], ends[1]),)
+    elif operator == "hla3":
+        r, u = seen[1][1], seen[2][0]
+        crosses = (
+            cross(e, r, starts[0], ends[2]),
+            cross(u, q, starts[1], ends[2]),
+            cross(e, q, starts[0], starts[1], ends[2]),
+        )
+    one = q.new_ones(q.shape[0], 1, 1, 1)
+    return Segment(tuple(states), crosses, tuple(one if w is None else w.across[..., None, None] for w in weights))
+
+
+def _scan(operator: str, features: list[Tensor], decays, runs, initial_state: State | None, size: int, settings: dict):
+    """The chunk form with the chunks' states from a parallel prefix: log2(chunks) concatenations of all at once."""
+    stack = _OPERATORS[operator][0]
+    batch, _, length, _ = features[0].shape
+    chunks = -(-length // size)
+    extra = chunks * size - length  # tokens that add nothing and decay nothing fill the last chunk
+    features = [_fold(pad(x, (0, 0, 0, extra)), chunks) for x in features]
+    decays = [None if x is None else pad(x.expand(batch, -1, length), (0, extra)) for x in decays]
+    runs = runs if runs is None else torch.cat([runs, runs[:, -1:].expand(-1, extra)], 1)
+    weights = _block_weights(decays, _Block(0, chunks, size), runs)
+
+    local = _segment(operator, features, weights, settings)
+    local = Segment(*([x.unflatten(0, (batch, chunks)) for x in part] for part in local))
+    before = Segment(  # what came before the first chunk is the first element
+        [torch.zeros_like(x[:, :1]) for x in local.states]
+        if initial_state is None
+        else [x[:, None] for x in initial_state],
+        [torch.zeros_like(x[:, :1]) for x in local.crosses],
+        [torch.ones_like(x[:, :1]) for x in local.decays],
+    )
+
+    def each(function, *segments):
+        return Segment(*([function(*x) for x in zip(*parts, strict=True)] for parts in zip(*segments, strict=True)))
+
+    prefix, step = each(lambda x, y: torch.cat([x, y], 1), before, local), 1
+    while step <= chunks:
+        joined = concatenate(
+            operator, each(lambda x, n=step: x[:, :-n], prefix), each(lambda x, n=step: x[:, n:], prefix)
+        )
+        prefix, step = each(lambda x, y, n=step: torch.cat([x[:, :n], y], 1), prefix, joined), 2 * step
+
+    def attend(i, q, k, v):
+        return _attend_block(q, k, v, weights[i], prefix.states[i][:, :-1].flatten(0, 1))[0]
+
+    out = _unfold(stack(attend, *features, **settings), chunks)[:, :, :length]
+    return out, [x[:, -1] for x in prefix.states]
 
 
 # ---- arguments ----------------------------------------
@@ -201,7 +489,9 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> None:
+def _check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, segment_ids: Tensor | None, chunk_size: int
+) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     _check(q.ndim == k.ndim == v.ndim == 4, f"q, k and v must be [B, heads, T, dim], got {shapes}")
     _check(
@@ -213,15 +503,16 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None
         k.shape[1] == v.shape[1] and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
         f"k and v must have the same number of heads, and q a multiple of it, got {shapes}",
     )
-    if attention_mask is not None:
+    for name, x in (("attention_mask", attention_mask), ("segment_ids", segment_ids)):
         _check(
-            attention_mask.shape == (q.shape[0], q.shape[2]),
-            f"attention_mask must be [B, T] = {(q.shape[0], q.shape[2])}, got {tuple(attention_mask.shape)}",
+            x is None or x.shape == (q.shape[0], q.shape[2]),
+            f"{name} must be [B, T] = {(q.shape[0], q.shape[2])}, got {x if x is None else tuple(x.shape)}",
         )
+    _check(chunk_size >= 1, f"chunk_size must be at least 1, got {chunk_size}")
 
 
 def _as_decays(log_decay: Decay | Sequence[Decay], passes: int, q: Tensor, k: Tensor) -> list[Tensor | None]:
-    """One entry per pass, each None or `[B or 1, H, Hkv or 1, T]`."""
+    """One entry per pass: None, `[B, H or Hkv, T]`, or `[1, H or Hkv or 1, 1]` if it is the same for all tokens."""
     if not isinstance(log_decay, tuple | list):
         log_decay = (log_decay,) * passes
     _check(len(log_decay) == passes, f"log_decay has {len(log_decay)} entries, the operator has {passes} passes")
@@ -243,63 +534,85 @@ def _as_decays(log_decay: Decay | Sequence[Decay], passes: int, q: Tensor, k: Te
         )
         if not torch.compiler.is_compiling():
             _check(not bool((entry > 0).any()), f"log_decay must be at most 0, got a value of {entry.max().item():.4g}")
-        decays.append(entry if len(shape) == 3 else entry.reshape(1, -1, 1).expand(1, -1, length))
+        decays.append(entry if len(shape) == 3 else entry.reshape(1, -1, 1))
     return decays
 
 
 def _run(
-    operator, q, k, v, *, scale, log_decay, attention_mask, normalize, initial_state, return_state, form, chunk_size,
-    e=None, **settings,
+    operator, q, k, v, *, scale, log_decay, attention_mask, segment_ids, normalize, initial_state, return_state, form,
+    chunk_size, e=None, **settings,
 ):  # fmt: skip
     stack, dense, passes = _OPERATORS[operator]
-    _check_shapes(q, k, v, attention_mask)
+    _check_shapes(q, k, v, attention_mask, segment_ids, chunk_size)
     _check(form in FORMS, f"form {form!r} is unknown; it must be one of {FORMS}")
-    _check(chunk_size >= 1, f"chunk_size must be at least 1, got {chunk_size}")
+    _check(
+        e is None
+        or (e.shape[0] == q.shape[0] and e.shape[1] in (q.shape[1], k.shape[1]) and e.shape[2:] == q.shape[2:]),
+        f"e must be shaped as q {tuple(q.shape)} or as k {tuple(k.shape)}, got {None if e is None else tuple(e.shape)}",
+    )
+    _check(
+        form != "dense" or (initial_state is None and not return_state),
+        "form='dense' takes whole sequences: it has no state",
+    )
+    _check(
+        initial_state is None or len(initial_state) == passes,
+        f"initial_state must have {passes} tensors, got {0 if initial_state is None else len(initial_state)}",
+    )
     decays = _as_decays(log_decay, passes, q, k)
-    dtype, compute_dtype, length = v.dtype, _compute_dtype(q), q.shape[2]
-    q = q.to(compute_dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if normalize:
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)  # the row mass is the same stack run on ones
-    features = [q, k, v]
-    if settings:
-        e = q if e is None else e
-        _check(
-            e.shape[0] == q.shape[0] and e.shape[1] in (q.shape[1], k.shape[1]) and e.shape[2:] == q.shape[2:],
-            f"e must be shaped as q {tuple(q.shape)} or as k {tuple(k.shape)}, got {tuple(e.shape)}",
-        )
-        features.append(e)
-    if attention_mask is not None:  # a padded token adds nothing, decays nothing and reads nothing
-        padding = attention_mask[:, None, :, None] == 0
-        features = [x.masked_fill(padding, 0) for x in features]
-        decays = [None if x is None else x.masked_fill(padding[..., 0], 0) for x in decays]
+    runs = _document_runs(segment_ids, attention_mask)
+    dtype, compute_dtype = v.dtype, _compute_dtype(q)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def prepare(q, k, v, e, mask, decays):
+        """Features in the compute dtype; a padded token adds nothing, decays nothing and reads nothing."""
+        features = [q.to(compute_dtype) * scale, k.to(compute_dtype), v.to(compute_dtype)]
+        if normalize:
+            features[2] = pad(features[2], (0, 1), value=1.0)  # the row mass is the same stack run on ones
+        if settings:
+            features.append(features[0] if e is None else e.to(compute_dtype))
+        if mask is not None:
+            padding = mask[:, None, :, None] == 0
+            features = [x.masked_fill(padding, 0) for x in features]
+            decays = [None if x is None else x.masked_fill(padding[..., 0], 0) for x in decays]
+        return features, decays
+
+    def finish(out):
+        return (safe_divide(out[..., :-1], out[..., -1:]) if normalize else out).to(dtype)
 
     if form == "dense":
-        _check(initial_state is None and not return_state, "form='dense' takes whole sequences: it has no state")
-        heads = q.shape[1]
-        q, k, v, *rest = (_repeat_heads(x.to(compute_dtype), heads) for x in features)
-        out, state = dense(q, k, v, decays, *rest, **settings), None
-    else:
-        _check(
-            initial_state is None or len(initial_state) == passes,
-            f"initial_state must have {passes} tensors, got {0 if initial_state is None else len(initial_state)}",
-        )
-        state = [None] * passes if initial_state is None else list(initial_state)
-        block = 1 if form == "recurrent" else chunk_size
-        blocks = []
-        for start in range(0, length, block):
+        features, decays = prepare(q, k, v, e, attention_mask, decays)
+        features = (_repeat_heads(x, q.shape[1]) for x in features)
+        with _no_autocast(q):
+            return finish(dense(*features, decays, runs, **settings))
 
-            def attend(i, q, k, v, start=start):
-                decay = None if decays[i] is None else decays[i][..., start : start + block]
-                out, state[i] = _attend_block(q, k, v, decay, state[i])
+    if form == "scan":
+        _check(operator in OPERATORS, f"form='scan' is for {OPERATORS}, not for {operator!r}")
+        with _no_autocast(q):
+            features, decays = prepare(q, k, v, e, attention_mask, decays)
+            out, states = _scan(operator, features, decays, runs, initial_state, chunk_size, settings)
+        return (finish(out), tuple(states)) if return_state else finish(out)
+
+    chunks = max(1, BLOCK_NUMEL // (q[:, :, :chunk_size].numel()))
+    blocks = _blocks_of(q.shape[2], *((1, 1) if form == "recurrent" else (chunk_size, chunks)))
+    pieces = zip(*(_split(x, blocks, 2) for x in (q, k, v, e)), _split(attention_mask, blocks, 1), strict=True)
+    pieces, decays = list(pieces), list(zip(*(_split(x, blocks, 2) for x in decays), strict=True))
+
+    def step(i, states):
+        block, states = blocks[i], list(states)
+        with _no_autocast(q):
+            features, decay = prepare(*pieces[i], decays[i])
+            weights = _block_weights(decay, block, runs)
+
+            def attend(i, q, k, v):
+                out, states[i] = _attend_block(q, k, v, weights[i], states[i], block.chunks)
                 return out
 
-            part = (x[:, :, start : start + block].to(compute_dtype) for x in features)
-            blocks.append(stack(attend, *part, **settings))
-        out = torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]
-    if normalize:
-        out = safe_divide(out[..., :-1], out[..., -1:])
-    out = out.to(dtype)
-    return (out, tuple(state)) if return_state else out
+            out = stack(attend, *(_fold(x, block.chunks) for x in features), **settings)
+            return finish(_unfold(out, block.chunks)), states
+
+    states = [None] * passes if initial_state is None else initial_state
+    out, states = _run_blocks(step, len(blocks), states, recompute=form == "chunk")
+    return (out, tuple(states)) if return_state else out
 
 
 _ARGUMENTS = """
@@ -312,10 +625,13 @@ _ARGUMENTS = """
             keeps key-only states per key-value head), the same for every pass, or a tuple with one entry per pass,
             inner first. The paper's decayed second order is `(log g, 2 log g)`.
         attention_mask: `[B, T]`, 0 at padded tokens, wherever they stand: they change nothing and their output is 0.
+        segment_ids: `[B, T]`, a number per token: where it changes a new document begins, which sees nothing of those
+            before it. `initial_state` belongs to the first document, the returned state to the last.
         normalize: divide by the row mass (the operator run on v = 1), its sign kept and its size at least 1e-6.
         initial_state: the state that an earlier call returned.
         return_state: also return the state after the last token.
-        form: `chunk` (matrix products, memory linear in T), `recurrent` (token by token) or `dense` (T x T).
+        form: `chunk` (matrix products, memory linear in T), `recurrent` (token by token), `scan` (chunks side by side,
+            their states from a parallel prefix) or `dense` (T x T).
         chunk_size: tokens per block of the chunk form.
     Returns: out `[B, H, T, dv]` in v's dtype, and with `return_state` the state, a tuple of fp32 tensors with the
         batch first: {state}.
@@ -325,8 +641,8 @@ _ARGUMENTS = """
 
 def causal_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, log_decay: Decay = None,
-    attention_mask: Tensor | None = None, normalize: bool = False, initial_state: State | None = None,
-    return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
+    attention_mask: Tensor | None = None, segment_ids: Tensor | None = None, normalize: bool = False,
+    initial_state: State | None = None, return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """First order, the primitive: `out_t = sum_{j<=t} g^(t-j) (q_t . k_j) v_j`."""
     return _run("linear", **locals())
@@ -335,8 +651,8 @@ def causal_linear_attention(
 def hla2(
     q: Tensor, k: Tensor, v: Tensor, *, e: Tensor | None = None, coefficient: float | Tensor = 1.0,
     ridge: float = 0.0, scale: float | None = None, log_decay: Decay | Sequence[Decay] = None,
-    attention_mask: Tensor | None = None, normalize: bool = False, initial_state: State | None = None,
-    return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
+    attention_mask: Tensor | None = None, segment_ids: Tensor | None = None, normalize: bool = False,
+    initial_state: State | None = None, return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Symmetric second order, `((W W^T) . L) V` (eq. 3.3 of the paper, masked): `LA(q, u, v)`,
     `u = coefficient LA(e, k, k) + ridge e`.
@@ -350,8 +666,8 @@ def hla2(
 
 def ahla(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, log_decay: Decay | Sequence[Decay] = None,
-    attention_mask: Tensor | None = None, normalize: bool = False, initial_state: State | None = None,
-    return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
+    attention_mask: Tensor | None = None, segment_ids: Tensor | None = None, normalize: bool = False,
+    initial_state: State | None = None, return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Asymmetric second order, `((W W) . L) V`: `LA(q, k, r)`, `r = LA(q, k, v)`."""
     return _run("ahla", **locals())
@@ -360,11 +676,23 @@ def ahla(
 def hla3(
     q: Tensor, k: Tensor, v: Tensor, *, e: Tensor | None = None, coefficient: float | Tensor = 1.0,
     ridge: float = 0.0, scale: float | None = None, log_decay: Decay | Sequence[Decay] = None,
-    attention_mask: Tensor | None = None, normalize: bool = False, initial_state: State | None = None,
-    return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
+    attention_mask: Tensor | None = None, segment_ids: Tensor | None = None, normalize: bool = False,
+    initial_state: State | None = None, return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Third order, `((W W^T) . L) W V`: `LA(q, u, r)`, `u` as in `hla2` and `r = LA(q, k, v)`."""
     return _run("hla3", **locals())
+
+
+def hla3_published(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, attention_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None, normalize: bool = False, initial_state: State | None = None,
+    return_state: bool = False, form: str = "chunk", chunk_size: int = 64,
+) -> Tensor | tuple[Tensor, State]:  # fmt: skip
+    """Third order as the paper's Algorithm 3 computes it, which is not `hla3`: of the triples of tokens it keeps those
+    whose largest index is reached at least twice. Arguments and result as those of `hla3`, without decays and the
+    `scan` form; the state is five tensors.
+    """
+    return _run("hla3_published", log_decay=None, **locals())
 
 
 for _function, _state in (
@@ -389,8 +717,9 @@ def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, num_sinks: int = 0, operator: str = "linear",
     query_map: Callable[[Tensor], Tensor], key_map: Callable[[Tensor], Tensor], gate: Tensor,
     accumulator_map: Callable[[Tensor], Tensor] | None = None, coefficient: float | Tensor = 1.0, ridge: float = 0.0,
-    value_mix: float | Tensor = 1.0, scale: float | None = None, log_decay: Decay | Sequence[Decay] = None,
-    attention_mask: Tensor | None = None, initial_state: State | None = None, return_state: bool = False,
+    value_mix: float | Tensor = 1.0, scale: float | None = None, softcap: float | None = None,
+    log_decay: Decay | Sequence[Decay] = None, attention_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None, initial_state: State | None = None, return_state: bool = False,
     chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Softmax over the last `window` and the first `num_sinks` real tokens, HLA over all others, one normaliser:
@@ -409,13 +738,14 @@ def windowed_attention(
         gate: g, one per query head, `[H]`.
         coefficient: one per head of e; value_mix: one per query head; or numbers.
         log_decay: as in the operators, per pass: u (if any), r (if any), out.
-        scale, attention_mask, chunk_size: as in the operators.
-        initial_state, return_state: a tuple with the batch first: the number of real tokens seen `[B]`, then the
+        softcap: c in s = c tanh(scale q . k / c), for models that cap their scores; None leaves them.
+        scale, attention_mask, segment_ids, chunk_size: as in the operators; a document has its own window and sinks.
+        initial_state, return_state: a tuple with the batch first: the document's real tokens seen `[B]`, then the
             sinks' and the window's k, v (in their dtype), the window's r (fp32) or q where the operator needs them,
             then the fp32 states of the passes. Its size does not depend on T.
     Returns: `[B, H, T, dv]`; the output of a padded token is 0.
     """
-    _check_shapes(q, k, v, attention_mask)
+    _check_shapes(q, k, v, attention_mask, segment_ids, chunk_size)
     _check(window >= 1, f"window must be at least 1, got {window}")
     _check(num_sinks >= 0, f"num_sinks must be at least 0, got {num_sinks}")
     _check(operator in OPERATORS, f"operator {operator!r} is unknown; it must be one of {OPERATORS}")
@@ -426,106 +756,133 @@ def windowed_attention(
     batch, heads, length, head_dim = q.shape
     kv_heads, value_dim, dtype = k.shape[1], v.shape[-1], _compute_dtype(q)
     scale = head_dim**-0.5 if scale is None else scale
+    gate, value_mix = _of_heads(gate.to(dtype), heads), _of_heads(value_mix, heads)
+    index = torch.arange(length, device=q.device)
+    runs = _document_runs(segment_ids, attention_mask)
 
+    is_real = None
     if attention_mask is not None:
         # A stable sort moves each row's padding to its end, where a causal operator never sees it.
         lengths = attention_mask.bool().sum(1)
+        is_real = index < lengths[:, None]
         order = attention_mask.bool().logical_not().long().argsort(dim=1, stable=True)
         q, k, v = (_gather_tokens(x, order) for x in (q, k, v))
-        decays = [x if x is None or x.shape[0] == 1 else _gather_tokens(x[..., None], order)[..., 0] for x in decays]
-        is_real = torch.arange(length, device=q.device) < lengths[:, None]
+        decays = [x if x is None or x.shape[2] == 1 else _gather_tokens(x[..., None], order)[..., 0] for x in decays]
+        decays = [x if x is None else x.masked_fill(~is_real[:, None], 0) for x in decays]
+        runs = runs if runs is None else runs.gather(1, order).cummax(1).values
 
     if initial_state is None:
-        empty = [k.new_zeros(batch, kv_heads, n, head_dim) for n in (num_sinks, window)]
-        empty_v = [v.new_zeros(batch, kv_heads, n, value_dim) for n in (num_sinks, window)]
         seen = torch.zeros(batch, dtype=torch.long, device=q.device)
-        sink_k, window_k, sink_v, window_v = *empty, *empty_v
-        window_r = q.new_zeros(batch, heads, window, value_dim, dtype=dtype) if has_r else None
-        window_q = q.new_zeros(batch, heads, window, head_dim) if buffers_q else None
+        old_sinks = [x.new_zeros(batch, x.shape[1], num_sinks, x.shape[3]) for x in (k, v)]
+        buffers = [x.new_zeros(batch, x.shape[1], window, x.shape[3]) for x in ([k, v, q] if buffers_q else [k, v])]
+        if has_r:
+            buffers.insert(2, q.new_zeros(batch, heads, window, value_dim, dtype=dtype))
         states = [None] * passes
     else:
-        seen, sink_k, sink_v, window_k, window_v, *rest = initial_state
-        window_r = rest.pop(0) if has_r else None
-        window_q = rest.pop(0) if buffers_q else None
-        states = rest
+        seen, sink_k, sink_v, *rest = initial_state
+        old_sinks, count = (sink_k, sink_v), 2 + has_r + buffers_q
+        buffers, states = rest[:count], rest[count:]
 
-    # Slot i of these holds the token that leaves the window when the i-th new token comes; new token i is slot W + i.
-    all_k, all_v = torch.cat([window_k, k], 2), torch.cat([window_v, v], 2)
-    all_q = torch.cat([window_q, q], 2) if buffers_q else None
-    all_r = [window_r]
-    if num_sinks:
-        place = torch.arange(num_sinks, device=q.device)
-        source = (place - seen[:, None]).clamp(0, length - 1)
-        is_old = (place < seen[:, None])[:, None, :, None]
-        sink_k = torch.where(is_old, sink_k, _gather_tokens(k, source))
-        sink_v = torch.where(is_old, sink_v, _gather_tokens(v, source))
+    starts = -seen[:, None]  # index of the first token of each token's document
+    if runs is not None:
+        begins = runs.diff(dim=1, prepend=runs[:, :1]) > 0
+        starts = torch.where(begins, index, starts).cummax(1).values
+        chunk_size = min(chunk_size, window)  # then one document of a chunk at most has sinks beyond the window
+    places = (index - starts).expand(batch, -1)  # of each token in its document
 
-    position = seen[:, None] - window + torch.arange(window + length, device=q.device)  # of each slot, < 0 if empty
-    is_far = position[:, :length] >= num_sinks
-    if attention_mask is not None:
-        is_far = is_far & is_real
-    far_mask = is_far[:, None, :, None]
-    far_q = query_map(q).to(dtype)
-    far_k = key_map(all_k[:, :, :length]).to(dtype).masked_fill(~far_mask, 0)
-    far_v = pad(all_v[:, :, :length].to(dtype), (0, 1), value=1.0).masked_fill(~far_mask, 0)
-    if has_u:
-        far_e = far_k if accumulator_map is None else accumulator_map(all_q[:, :, :length]).to(dtype)
-        far_e = far_e.masked_fill(~far_mask, 0)
-    gate, value_mix = gate.to(dtype)[:, None, None], _per_head(value_mix)
+    def sinks_of(starts):
+        """The first tokens of the documents that start at `starts [B, M]`: k and v, `[B, Hkv, M, sinks, .]`."""
+        source = starts[..., None] + torch.arange(num_sinks, device=q.device)
+        old = (source < 0)[:, None, ..., None]
+        source = source.clamp(0, length - 1).flatten(1)
+        new = (_gather_tokens(x, source).unflatten(2, (-1, num_sinks)) for x in (k, v))
+        return [torch.where(old, x[:, :, None], y) for x, y in zip(old_sinks, new, strict=True)]
 
-    blocks = []
-    for start in range(0, length, chunk_size):
-        end = min(start + chunk_size, length)
-        part = slice(start, end)
+    blocks = _blocks_of(length, chunk_size, max(1, BLOCK_NUMEL // q[:, :, :chunk_size].numel()))
+    pieces = list(zip(*(_split(x, blocks, 2) for x in (q, k, v)), strict=True))
+    decays = list(zip(*(_split(x, blocks, 2) for x in decays), strict=True))
+    sinks = sinks_of(starts[:, :1]) if num_sinks and runs is None else None
 
-        def attend(i, q, k, v, part=part):
-            decay = None if decays[i] is None else decays[i][..., part]
-            if decay is not None and attention_mask is not None:
-                decay = decay.masked_fill(~is_real[:, None, part], 0)
-            out, states[i] = _attend_block(q, k, v, decay, states[i])
-            return out
+    def step(i, state):
+        block, (q, k, v) = blocks[i], pieces[i]
+        buffers, states = list(state[: len(state) - passes]), list(state[len(state) - passes :])
+        part = slice(block.start, block.start + block.length)
+        chunks, size = block.chunks, block.chunk_size
+
+        def fold(x):
+            return _fold(x, chunks)
+
+        def delayed(i, new):
+            """Slot i holds the token that leaves the window when the i-th new one comes; that one is slot W + i."""
+            slots = torch.cat([buffers[i], new], 2)
+            if is_real is None:
+                buffers[i] = slots[:, :, block.length :].clone()  # a view would keep all slots
+            else:
+                kept = is_real[:, part].sum(1, keepdim=True) + torch.arange(window, device=q.device)
+                buffers[i] = _gather_tokens(slots, kept)
+            return slots
+
+        slots_k, slots_v = delayed(0, k), delayed(1, v)
+        slots_q = delayed(2 + has_r, q) if buffers_q else None
+        place = places[:, part].reshape(-1, size)  # [N, C], N = B * chunks
+        far = place >= window + num_sinks
+        if is_real is not None:
+            far = far & is_real[:, part].reshape(-1, size)
+        far = far[:, None, :, None]
 
         # near: sinks that have left the window, then the window of each token, as one product
-        columns = torch.arange(end - start + window, device=q.device)
-        rows = torch.arange(end - start, device=q.device)[:, None]
-        in_window = (columns > rows) & (columns <= rows + window) & (position[:, None, start : end + window] >= 0)
-        is_sink = torch.arange(num_sinks, device=q.device) <= position[:, part, None]
-        visible = torch.cat([is_sink, in_window], -1)[:, None, None]  # [B, 1, 1, C, sinks + C + W]
-        block_k, block_v = (
-            torch.cat([a, b[:, :, start : end + window]], 2) for a, b in ((sink_k, all_k), (sink_v, all_v))
-        )
-        block_q = (q[:, :, part].to(dtype) * scale).reshape(batch, kv_heads, -1, head_dim)
-        scores = (block_q @ block_k.to(dtype).mT).view(batch, kv_heads, heads // kv_heads, end - start, -1)
-        scores = scores.masked_fill(~visible, -torch.inf)
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        near = (weights.flatten(2, 3) @ block_v.to(dtype)).view(batch, heads, end - start, -1)
-        near = torch.cat([near, weights.sum(-1).view(batch, heads, -1, 1)], -1)
-
-        def join(far, near=near):
-            both = near + gate * far
-            return safe_divide(both[..., :-1], both[..., -1:])
-
-        block_q, block_k, block_v = far_q[:, :, part], far_k[:, :, part], far_v[:, :, part]
-        if has_r:
-            r = join(attend(int(has_u), block_q, block_k, block_v))
-            all_r.append(r)
-            all_r = [torch.cat(all_r, 2)]
-            mixed = (1 - value_mix) * _repeat_heads(block_v[..., :-1], heads) + value_mix * all_r[0][:, :, part]
-            block_v = pad(mixed, (0, 1), value=1.0).masked_fill(~far_mask[:, :, part], 0)
+        distance = torch.arange(size, device=q.device)[:, None] + window - torch.arange(window + size, device=q.device)
+        visible = (distance >= 0) & (distance < window) & (distance <= place[..., None])
+        near_k, near_v = (x.unfold(2, window + size, size).permute(0, 2, 1, 4, 3) for x in (slots_k, slots_v))
+        if num_sinks:
+            visible = torch.cat([torch.arange(num_sinks, device=q.device) <= place[..., None] - window, visible], -1)
+            block_sinks = sinks_of(starts[:, part][:, ::size]) if sinks is None else sinks
+            near_k, near_v = (
+                torch.cat([x.transpose(1, 2).expand(-1, chunks, -1, -1, -1), y], 3)
+                for x, y in zip(block_sinks, (near_k, near_v), strict=True)
+            )
+        near_k, near_v = (x.flatten(0, 1).to(dtype) for x in (near_k, near_v))
+        near_q = fold(q.to(dtype) * scale).reshape(near_k.shape[0], kv_heads, -1, head_dim)
+        far_q, far_k = (fold(x.to(dtype)) for x in (query_map(q), key_map(slots_k[:, :, : block.length])))
+        far_k = far_k.masked_fill(~far, 0)
+        far_v = pad(fold(slots_v[:, :, : block.length].to(dtype)), (0, 1), value=1.0).masked_fill(~far, 0)
         if has_u:
-            block_k = _accumulate(attend, far_e[:, :, part], block_k, coefficient, ridge)
-        blocks.append(join(attend(passes - 1, block_q, block_k, block_v)))
-    out = torch.cat(blocks, 2).to(v.dtype)
+            far_e = far_k
+            if accumulator_map is not None:
+                far_e = fold(accumulator_map(slots_q[:, :, : block.length]).to(dtype)).masked_fill(~far, 0)
 
-    def last(x):  # the window of the next call
-        if attention_mask is None:
-            return x[:, :, length:]
-        return _gather_tokens(x, lengths[:, None] + torch.arange(window, device=q.device))
+        with _no_autocast(q):
+            weights = _block_weights(decays[i], block, runs)
+            scores = (near_q @ near_k.mT).unflatten(2, (-1, size))
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            near = scores.masked_fill_(~visible[:, None, None], -torch.inf).softmax(-1)
+            largest = near.amax(-1).flatten(1, 2)[..., None]  # 1 / sum of exp(s - m)
+            near = (near.flatten(2, 3) @ near_v).view(-1, heads, size, value_dim)
 
+            def attend(i, q, k, v):
+                out, states[i] = _attend_block(q, k, v, weights[i], states[i], chunks)
+                return out
+
+            def join(far):
+                far = gate * largest * far
+                return safe_divide(near + far[..., :-1], 1 + far[..., -1:])
+
+            if has_r:
+                r = _unfold(join(attend(int(has_u), far_q, far_k, far_v)), chunks)
+                r = fold(delayed(2, r)[:, :, : block.length])
+                mixed = (1 - value_mix) * _repeat_heads(far_v[..., :-1], heads) + value_mix * r
+                far_v = pad(mixed, (0, 1), value=1.0).masked_fill(~far, 0)
+            if has_u:
+                far_k = _accumulate(attend, far_e, far_k, coefficient, ridge)
+            out = join(attend(passes - 1, far_q, far_k, far_v))
+        return _unfold(out, chunks).to(v.dtype), [*buffers, *states]
+
+    out, state = _run_blocks(step, len(blocks), [*buffers, *states], recompute=length > 1)
     if attention_mask is not None:
         out = _gather_tokens(out, order.argsort(1)).masked_fill(attention_mask[:, None, :, None] == 0, 0)
     if not return_state:
         return out
-    seen = seen + (length if attention_mask is None else lengths)
-    buffers = [all_k, all_v] + ([all_r[0]] if has_r else []) + ([all_q] if buffers_q else [])
-    return out, (seen, sink_k, sink_v, *map(last, buffers), *states)
+    sink_k, sink_v = (x[:, :, 0] for x in sinks_of(starts[:, -1:])) if num_sinks else old_sinks
+    seen = (length if attention_mask is None else lengths) - starts[:, -1]
+    return out, (seen, sink_k, sink_v, *state)

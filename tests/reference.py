@@ -39,6 +39,32 @@ def operator(name, q, k, v, *, decays=None, e=None, coefficient=1.0, ridge=0.0, 
     return out
 
 
+def published_hla2(q, k, v, decay=1.0, corrected=True):
+    """The paper's five-summary recurrence without its row mass: S, C and G. As printed, G is not decayed rightly."""
+    S, C, G = (torch.zeros(len(a), len(b), dtype=q.dtype) for a, b in ((k[0], k[0]), (q[0], v[0]), (q[0], v[0])))
+    out = []
+    for q_t, k_t, v_t in zip(q, k, v, strict=True):
+        kk = torch.outer(k_t, k_t)
+        G = decay**2 * G + kk @ (decay * C) if corrected else decay * G + kk @ C
+        S, C = decay * S + kk, decay * C + torch.outer(q_t, v_t)
+        out.append(q_t @ (S @ C - G))
+    return torch.stack(out)
+
+
+def published_hla3(q, k, v):
+    """The paper's Algorithm 3, token by token, one head."""
+    d, dv = q.shape[1], v.shape[1]
+    SK, SQ, P = (torch.zeros(d, n, dtype=q.dtype) for n in (d, d, dv))
+    G1, G2, G3 = (torch.zeros(d, dv, dtype=q.dtype) for _ in range(3))
+    out = []
+    for q_t, k_t, v_t in zip(q, k, v, strict=True):
+        kk, qq, kv = torch.outer(k_t, k_t), torch.outer(q_t, q_t), torch.outer(k_t, v_t)
+        G1, G2, G3 = G1 + kk @ SQ @ P, G2 + SK @ qq @ P, G3 + SK @ SQ @ kv
+        SK, SQ, P = SK + kk, SQ + qq, P + kv
+        out.append(q_t @ (SK @ SQ @ P - G1 - G2 - G3))
+    return torch.stack(out)
+
+
 def windowed(
     name, q, k, v, phi_q, phi_k, *, window, sinks, gate, scale,
     decays=None, e=None, coefficient=1.0, ridge=0.0, value_mix=1.0,

@@ -1,16 +1,30 @@
 """The operators against their literal definitions (reference.py), forward and backward."""
 
+import math
+from itertools import pairwise
+
 import pytest
 import reference
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hla_hf import ops_hla
-from hla_hf.ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, windowed_attention
+from hla_hf.ops_hla import (
+    ahla,
+    causal_linear_attention,
+    concatenate,
+    feature_map,
+    hla2,
+    hla3,
+    hla3_published,
+    windowed_attention,
+)  # fmt: skip
 
 
 OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
 PASSES = {"linear": 1, "hla2": 2, "ahla": 2, "hla3": 3}
-FORMS = ("dense", "recurrent", "chunk")
+FORMS = ops_hla.FORMS
 STATEFUL_FORMS = [form for form in FORMS if form != "dense"]
 HEADS = [(3, 3), (6, 2), (4, 1)]
 LENGTHS = [1, 2, 63, 64, 65, 127, 131]
@@ -355,6 +369,329 @@ def test_windowed_low_precision():
     assert_close(out, expected, 2**-6)  # the maps run in the dtype of q and k
 
 
+# ---- packed documents ----------------------------------------
+
+
+def make_segments(length=37):
+    """Documents of one token, at the start, at the end and side by side, among longer ones."""
+    lengths = ([1, 1, 9, 1, 20, 4, 1], [30, 7])
+    return torch.stack([torch.repeat_interleave(torch.arange(len(x)) % 3, torch.tensor(x)) for x in lengths])
+
+
+def documents_of(segments, mask):
+    """Row and token indices of each document's real tokens."""
+    for b in range(len(segments)):
+        real = mask[b].nonzero()[:, 0]
+        if len(real):
+            cuts = (segments[b, real].diff() != 0).nonzero()[:, 0] + 1
+            yield from ((b, part) for part in real.tensor_split(cuts))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_packed_documents(name, form, decay, masked):
+    q, k, v = make_inputs()
+    log_decay, segments = make_decay(decay, name), make_segments()
+    mask = make_mask("interior" if masked else None)
+    inputs = tensors_of(q, k, v, log_decay)
+    out = OPERATORS[name](
+        q, k, v, log_decay=log_decay, segment_ids=segments, attention_mask=mask if masked else None, normalize=True,
+        form=form, chunk_size=8,
+    )  # fmt: skip
+    expected = torch.zeros_like(out)
+    for b, part in documents_of(segments, mask):
+        decays = log_decay[b : b + 1, :, part] if decay == "token" else log_decay
+        document = [x[b : b + 1, :, part] for x in (q, k, v)]
+        expected[b, :, part] = definition(name, *document, log_decay=decays, normalize=True)[0]
+    assert_same_function(out, expected, inputs)
+
+
+@pytest.mark.parametrize("form", STATEFUL_FORMS)
+@pytest.mark.parametrize("name", [*OPERATORS, "windowed"])
+def test_packed_documents_and_carried_state(name, form):
+    """The carried state belongs to the first document, the returned one to the last."""
+    q, k, v = make_inputs(length=57)
+    segments = torch.cat([torch.full((2, 20), 5), make_segments() + 5], 1)
+    if name == "windowed":
+        options = windowed_settings("hla3", "query", "head") | WINDOWED | {"operator": "hla3", "chunk_size": 16}
+    else:
+        options = {"form": form, "chunk_size": 8, "log_decay": make_decay("head", name)}
+    function = OPERATORS.get(name, windowed_attention)
+    inputs = tensors_of(q, k, v)
+    out, final = function(q, k, v, segment_ids=segments, return_state=True, **options)
+    expected = torch.zeros_like(out)
+    for b, part in documents_of(segments, torch.ones_like(segments)):
+        document, state = function(*(x[b : b + 1, :, part] for x in (q, k, v)), return_state=True, **options)
+        expected[b, :, part] = document[0]
+    assert_same_function(out, expected, inputs)
+    for split in (1, 12, 20, 21, 29, 56):
+        first, state = function(
+            *(x[:, :, :split] for x in (q, k, v)), segment_ids=segments[:, :split], return_state=True, **options
+        )
+        same = segments[:, split] == segments[:, split - 1]
+        if same.any() != same.all():
+            continue  # a document that ends in one row and goes on in the other: reset that row's state by hand
+        state = state if same.all() else None
+        second = function(
+            *(x[:, :, split:] for x in (q, k, v)), segment_ids=segments[:, split:], initial_state=state, **options
+        )
+        assert_same_function(torch.cat([first, second], 2), expected, inputs)
+    last = function(*(x[:, :, -4:] for x in (q, k, v)), initial_state=final, **options)
+    for b, start in ((0, 56), (1, 50)):
+        whole = [torch.cat([x[b : b + 1, :, start:], x[b : b + 1, :, -4:]], 2) for x in (q, k, v)]
+        assert_close(last[b], function(*whole, **options)[0, :, -4:], 1e-11)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [1, 4, 7, 40])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_windowed_packed_documents(name, window, masked):
+    q, k, v = make_inputs()
+    options = windowed_settings(name, "query", "token") | WINDOWED | {"operator": name, "window": window}
+    segments, mask = make_segments(), make_mask("interior" if masked else None)
+    inputs = tensors_of(q, k, v, options["gate"], options["log_decay"])
+    out = windowed_attention(q, k, v, segment_ids=segments, attention_mask=mask, chunk_size=8, **options)
+    expected = torch.zeros_like(out)
+    for b, part in documents_of(segments, mask):
+        document = [x[b : b + 1, :, part] for x in (q, k, v)]
+        alone = options | {"log_decay": options["log_decay"][b : b + 1, :, part]}
+        expected[b, :, part] = windowed_attention(*document, **alone)[0]
+    assert_same_function(out, expected, inputs)
+
+
+# ---- scan, published forms ----------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(OPERATORS)),
+    heads=st.sampled_from(HEADS),
+    lengths=st.tuples(*[st.integers(1, 6)] * 3),
+    decay=st.sampled_from([None, "number", "head", "kv", "token", "tuple"]),
+    seed=st.integers(0, 2**16),
+)
+def test_concatenation_is_associative(name, heads, lengths, decay, seed):
+    torch.manual_seed(seed)
+    total, passes = sum(lengths), PASSES[name]
+    q, k, v = make_inputs(heads, total, batch=1)
+    features = [q, k, v] + ([torch.randn_like(q)] if name in ("hla2", "hla3") else [])
+    options = {"coefficient": torch.randn(heads[0]).double(), "ridge": 0.5} if len(features) == 4 else {}
+    decays = ops_hla._as_decays(make_decay(decay, name, heads, total, 1), passes, q, k)
+
+    def segment(start, end):
+        part = [x if x is None or x.shape[2] == 1 else x[:, :, start:end] for x in decays]
+        weights = [ops_hla._chunk_weights(x, end - start, None, None) for x in part]
+        return ops_hla._segment(name, [x[:, :, start:end] for x in features], weights, options)
+
+    cuts = [0, lengths[0], lengths[0] + lengths[1], total]
+    a, b, c = (segment(*part) for part in pairwise(cuts))
+    left, right = concatenate(name, concatenate(name, a, b), c), concatenate(name, a, concatenate(name, b, c))
+    for parts in zip(left, right, segment(0, total), strict=True):
+        for x, y, whole in zip(*parts, strict=True):
+            assert_close(x, y)
+            assert_close(x, whole)
+
+
+def test_scan_takes_a_logarithmic_number_of_concatenations(monkeypatch):
+    calls = []
+    monkeypatch.setattr(ops_hla, "concatenate", lambda *x: calls.append(1) or concatenate(*x))
+    hla2(*make_inputs(length=128), form="scan", chunk_size=4)
+    assert len(calls) == 6  # 33 elements: 32 chunks and what was before them
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_published_third_order(heads):
+    q, k, v = make_inputs(heads)
+    inputs = tensors_of(q, k, v)
+    group = heads[0] // heads[1]
+    expected = torch.stack(
+        [
+            torch.stack(
+                [
+                    reference.published_hla3(q[b, h] * 5**-0.5, k[b, h // group], v[b, h // group])
+                    for h in range(heads[0])
+                ]
+            )
+            for b in range(2)
+        ]
+    )
+    for form in ("dense", "recurrent", "chunk"):
+        assert_same_function(hla3_published(q, k, v, form=form, chunk_size=8), expected, inputs)
+    assert (hla3(q, k, v) - expected).abs().max() > 0.1 * expected.abs().max()  # another operator
+    first, state = hla3_published(*(x[:, :, :20] for x in (q, k, v)), return_state=True)
+    second = hla3_published(*(x[:, :, 20:] for x in (q, k, v)), initial_state=state)
+    assert_same_function(torch.cat([first, second], 2), expected, inputs)
+    with pytest.raises(ValueError, match=r"form='scan' is for .*not for 'hla3_published'"):
+        hla3_published(q, k, v, form="scan")
+
+
+def test_published_second_order_and_its_decay():
+    """The paper's decay g is the stack with decays g and g^2; its printed update of G is not."""
+    q, k, v = make_inputs((1, 1), batch=1)
+    decay = 0.9
+    log = math.log(decay)
+    stack = hla2(q, k, v, scale=1.0, log_decay=(log, 2 * log))[0, 0]
+    single = q[0, 0], k[0, 0], v[0, 0]
+    assert_close(hla2(q, k, v, scale=1.0)[0, 0], reference.published_hla2(*single), 1e-10)
+    assert_close(stack, reference.published_hla2(*single, decay=decay), 1e-10)
+    printed = reference.published_hla2(*single, decay=decay, corrected=False)
+    assert (printed - stack).abs().max() > 0.1 * stack.abs().max()
+
+
+def test_printed_concatenation_is_not_associative():
+    """G_AB = r_B G_A + G_B + S_B (r_B C_A) as printed, and with r_B^2 G_A, which is associative."""
+    q, k, v = (x[0, 0] for x in make_inputs((1, 1), 3, batch=1))
+
+    def join(a, b, power):
+        (S_a, C_a, G_a, r_a), (S_b, C_b, G_b, r_b) = a, b
+        return r_b * S_a + S_b, r_b * C_a + C_b, r_b**power * G_a + G_b + S_b @ (r_b * C_a), r_a * r_b
+
+    segments = [(torch.outer(k[t], k[t]), torch.outer(q[t], v[t]), torch.zeros(5, 4).double(), 0.9) for t in range(3)]
+    for power, holds in ((1, False), (2, True)):
+        left = join(join(*segments[:2], power), segments[2], power)[2]
+        right = join(segments[0], join(*segments[1:], power), power)[2]
+        assert ((left - right).abs().max() < 1e-12) == holds
+
+
+# ---- gradients, memory, extremes ----------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", [None, "head", "token"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("name", [*OPERATORS, "hla3_published"])
+def test_gradcheck(name, normalize, decay, form):
+    """Also through a mask and packed documents."""
+    if name == "hla3_published" and (decay or form == "scan"):
+        pytest.skip("has no decay and no scan")
+    function = OPERATORS.get(name, hla3_published)
+    inputs = make_inputs((2, 1), 5, dim=2, value_dim=2, batch=1)
+    log_decay = None if decay is None else make_decay(decay, "linear", (2, 1), 5, 1) - 0.1
+    options = {"normalize": normalize, "form": form, "chunk_size": 2}
+    leaves = tensors_of(*inputs, log_decay)
+    packed = {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]]), "segment_ids": torch.tensor([[0, 0, 0, 1, 1]])}
+    for extra in ({}, packed):
+
+        def call(q, k, v, *decay, extra=extra):
+            return function(q + 0.1, k + 0.1, v, **({"log_decay": decay[0]} if decay else {}), **options, **extra)
+
+        assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_windowed_gradcheck(name):
+    q, k, v = make_inputs((2, 1), 6, dim=2, value_dim=2, batch=1)
+    options = (
+        windowed_settings(name, "query", None, (2, 1)) | WINDOWED | {"window": 2, "num_sinks": 1, "operator": name}
+    )
+    mix, coefficient, gate = (options.pop(n) for n in ("value_mix", "coefficient", "gate"))
+    decay = make_decay("head", "linear", (2, 1)) - 0.1
+    options.pop("log_decay")
+
+    def call(q, k, v, mix, coefficient, gate, decay):
+        return windowed_attention(
+            q, k, v, value_mix=mix, coefficient=coefficient, gate=gate, log_decay=decay, chunk_size=2,
+            attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]), **options,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(call, tensors_of(q, k, v, mix, coefficient, gate, decay), fast_mode=True)
+
+
+def test_second_derivatives_are_right():
+    q, k, v = tensors_of(*make_inputs((2, 1), 5, dim=2, value_dim=2, batch=1))
+    assert torch.autograd.gradgradcheck(lambda *x: hla2(*x, chunk_size=2), (q, k, v))
+
+
+def bytes_held(function):
+    """Bytes that `function()` allocates and that live as long as its result."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = function()
+    del result
+    return sum(x.nbytes() for x in profile.profiler.kineto_results.events() if x.name() == "[memory]")
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, "windowed"])
+def test_what_is_kept_for_the_backward_pass(name):
+    """Inputs, and states once per block: under 3 times q, whatever the length."""
+    q, k, v = tensors_of(*make_inputs((9, 3), 2048, dim=64, value_dim=64, batch=1, dtype=torch.float32))
+    if name == "windowed":
+        gate = torch.ones(9)
+        maps = {"query_map": lambda x: torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)}
+        maps["key_map"] = maps["query_map"]
+        call = lambda: windowed_attention(q, k, v, window=64, num_sinks=4, operator="ahla", gate=gate, **maps)  # noqa: E731
+    else:
+        call = lambda: OPERATORS[name](q, k, v)  # noqa: E731
+    call()
+    kept = bytes_held(call) - q.nbytes + sum(x.nbytes for x in (q, k, v))  # less the output
+    assert 1.5 * q.nbytes < kept < 3 * q.nbytes
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, "windowed"])
+def test_autocast_keeps_fp32_inside(name):
+    q, k, v = make_inputs(length=65, dim=16, dtype=torch.float32)
+    if name == "windowed":
+        options = windowed_settings("hla3", "query", None) | WINDOWED | {"operator": "hla3"}
+        options = {n: x.float() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    else:
+        options = {}
+    inputs = tensors_of(q, k, v)
+    function = OPERATORS.get(name, windowed_attention)
+    expected = function(q, k, v, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, state = function(q, k, v, return_state=True, **options)
+    assert_same_function(out, expected, inputs, 1e-6)
+    assert all(x.dtype in (torch.float32, torch.long) for x in state)
+
+
+@pytest.mark.parametrize("name", ["hla3", "windowed"])
+def test_compiles_as_one_graph(name):
+    q, k, v = make_inputs(length=21)
+    decay = make_decay("head", "linear")
+    segments = (torch.arange(21) > 9).long().expand(2, -1)
+    options = {"log_decay": decay, "segment_ids": segments, "chunk_size": 8}
+    if name == "windowed":
+        options |= windowed_settings("hla3", "query", "head") | WINDOWED | {"operator": "hla3"}
+    function = OPERATORS.get(name, windowed_attention)
+    inputs = tensors_of(q, k, v)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same_function(compiled(q, k, v, **options), function(q, k, v, **options), inputs)
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunk", "scan"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_strong_decay(name, form):
+    """Decays of exp(-50) per token: nothing overflows, forward or backward."""
+    q, k, v = make_inputs(length=131)
+    log_decay = -50 * torch.rand(2, 6, 131, dtype=torch.float64)
+    inputs = tensors_of(q, k, v, log_decay)
+    expected = definition(name, q, k, v, log_decay=log_decay)
+    assert_same_function(OPERATORS[name](q, k, v, log_decay=log_decay, form=form), expected, inputs, 1e-10)
+    assert_close(
+        OPERATORS[name](q.float(), k.float(), v.float(), log_decay=log_decay.float(), form=form), expected, 1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e2])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_extreme_norms_and_length(name, size, dtype):
+    """T = 20,000, |q| = |k| = size: finite in fp32 and bf16, and in fp16 wherever fp16 can hold the exact result."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 20_000, 16) for _ in range(3))
+    q, k = (size * torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    q, k, v = tensors_of(*(x.to(dtype) for x in (q, k, v)))
+    out = OPERATORS[name](q, k, v, normalize=False)
+    grads = torch.autograd.grad(out.float().abs().clamp(max=1e30).mean(), (q, k, v))
+    wide, *_ = (OPERATORS[name](q.double(), k.double(), v.double()),)
+    fits = wide.abs().max() < torch.finfo(dtype).max
+    assert bool(out.isfinite().all()) == bool(fits)
+    assert fits or dtype == torch.float16
+    if fits:
+        assert all(x.isfinite().all() for x in grads)
+
+
 # ---- feature maps and bad input ----------------------------------------
 
 
@@ -387,6 +724,7 @@ Q, K, V = torch.zeros(2, 6, 5, 4), torch.zeros(2, 2, 5, 4), torch.zeros(2, 2, 5,
         ((Q, K, V), {"log_decay": torch.zeros(5)}, r"log_decay must be a number.*got shape \(5,\)"),
         ((Q, K, V), {"log_decay": (None, None, None)}, "log_decay has 3 entries"),
         ((Q, K, V), {"attention_mask": torch.ones(2, 6)}, r"attention_mask must be \[B, T\] = \(2, 5\)"),
+        ((Q, K, V), {"segment_ids": torch.ones(2, 6)}, r"segment_ids must be \[B, T\] = \(2, 5\), got \(2, 6\)"),
         ((Q, K, V), {"form": "fast"}, "form 'fast' is unknown"),
         ((Q, K, V), {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ((Q, K, V), {"initial_state": (V,)}, "initial_state must have 2 tensors, got 1"),

@@ -1,15 +1,15 @@
 """Tiny random models whose HLA parameters are away from their neutral start, so that a test of them can fail."""
 
-import hla_hf
 import torch
 import transformers
-from hla_hf.configuration_hla import CONFIG_CLASSES
+
+from hla_hf.configuration_hla import CONFIG_CLASSES, base_class_names
 from hla_hf.modeling_hla import _CACHE_ARGUMENT as CACHE
 from hla_hf.modeling_hla import CAUSAL_LM_CLASSES
 
 
 torch.set_num_threads(1)  # a tiny model has nothing to share out, and busy cores make sharing very slow
-ARCHITECTURES = list(hla_hf.ARCHITECTURES)
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 OPERATORS = ("linear", "ahla", "hla2", "hla3")
 MODES = {
     "pure": {"hla_window": 0},
@@ -34,20 +34,38 @@ SIZES = {
 }
 
 
+LOCAL = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 16}
+# What makes each architecture differ from Llama, at a size where it shows.
+ARCHITECTURE_SETTINGS = {
+    "ministral": LOCAL,
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "olmo3": LOCAL,
+    "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "glm4": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "gemma2": LOCAL | {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 4},
+    "gemma3_text": LOCAL | {"query_pre_attn_scalar": 4},
+    "mixtral": MOE,
+    "qwen3_moe": MOE,
+}
+
+
 def tiny_config(architecture="llama", **settings):
     return CONFIG_CLASSES[architecture](**SIZES | {"hla_chunk_size": 16} | settings)
 
 
 def tiny_base(architecture="llama", **settings):
-    prefix = hla_hf.ARCHITECTURES[architecture]
-    config = getattr(transformers, f"{prefix}Config")(**SIZES | settings)
-    return getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    config_class, _, causal_lm_class = (getattr(transformers, name) for name in base_class_names(architecture))
+    return causal_lm_class(config_class(**SIZES | settings)).eval()
 
 
 def randomize(model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".hla." in name:
+            if name.endswith("hla.gate"):
+                parameter.normal_()
+            elif ".hla." in name:
                 parameter.add_(0.5 * torch.randn_like(parameter))
     return model
 
