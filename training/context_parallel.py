@@ -19,7 +19,7 @@ from hla_hf.modeling_hla import HLAAttention
 
 
 State = tuple[Tensor, ...]
-_LAYOUTS: dict[tuple, list[tuple[torch.Size, torch.dtype]]] = {}
+Layout = list[tuple[torch.Size, torch.dtype]]
 
 
 def _send(tensors: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> None:
@@ -73,9 +73,9 @@ def carry_state(
     step: Callable[[State | None], tuple[Tensor, State]],
     group: dist.ProcessGroup,
     *,
-    like: Tensor,
-    name: str = "",
+    device: torch.device,
     keep: Tensor | None = None,
+    layouts: dict[str, Layout] | None = None,
 ) -> Tensor:
     """The output of this process's slice of a sequence, given those of the processes before it in `group`.
 
@@ -83,26 +83,26 @@ def carry_state(
         step: from an initial state (None: there is nothing before) to the slice's output and the state after it, as
             the operators do with `initial_state` and `return_state`.
         group: the processes, in the order of their slices, which must all have the same length.
-        like: a tensor of the slice; its shape, dtype and `name` identify the layout of the state.
+        device: where states are.
         keep: `[B]`, False where a new document begins with this slice, so that nothing before it counts.
+        layouts: kept from an earlier call on slices of the same shape, it saves telling the next process what comes.
     """
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
-    anchor = torch.zeros((), device=like.device, requires_grad=torch.is_grad_enabled())
-    key, state = (name, like.shape, like.dtype, rank), None
+    anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
+    layouts, state = {} if layouts is None else layouts, None
     if rank > 0:
-        if key not in _LAYOUTS:
-            layout = [None]
-            dist.recv_object_list(layout, group=group, group_src=rank - 1, device=like.device)
-            _LAYOUTS[key] = layout[0]
-        state = _ReceiveState.apply(anchor, _LAYOUTS[key], rank - 1, group)
+        if "received" not in layouts:
+            message = [None]
+            dist.recv_object_list(message, group=group, group_src=rank - 1, device=device)
+            layouts["received"] = message[0]
+        state = _ReceiveState.apply(anchor, layouts["received"], rank - 1, group)
         if keep is not None:
             state = tuple(torch.where(keep.view(-1, *[1] * (x.ndim - 1)), x, x.new_zeros(())) for x in state)
     out, state = step(state)
     if rank < last:
-        sent = (*key, "sent")
-        if sent not in _LAYOUTS:
-            _LAYOUTS[sent] = [(x.shape, x.dtype) for x in state]
-            dist.send_object_list([_LAYOUTS[sent]], group=group, group_dst=rank + 1, device=like.device)
+        if "sent" not in layouts:
+            layouts["sent"] = [(x.shape, x.dtype) for x in state]
+            dist.send_object_list([layouts["sent"]], group=group, group_dst=rank + 1, device=device)
         out = _SendState.apply(rank + 1, group, out, anchor, *state)
     return out
 
@@ -123,7 +123,7 @@ def context_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> Iterat
         )
     if model.is_gradient_checkpointing:
         raise ValueError("context parallel does not go with gradient_checkpointing: slice over more processes instead")
-    keep = {}
+    keep, layouts = {}, {}
 
     def note_documents(module, args, kwargs) -> None:
         if kwargs.get("position_ids") is None:
@@ -132,10 +132,13 @@ def context_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> Iterat
 
     def sliced(attention: HLAAttention, mix: Callable) -> Callable:
         def mix_slice(q, k, v, mask=None, state=None, *rest):
+            known = layouts.setdefault((attention.layer_idx, q.shape, q.dtype), {})
             rows = keep["rows"].expand(q.shape[0])
-            return carry_state(
-                lambda state: mix(q, k, v, mask, state, *rest), group, like=q, name=str(attention.layer_idx), keep=rows
-            ), None
+
+            def step(state):
+                return mix(q, k, v, mask, state, *rest)
+
+            return carry_state(step, group, device=q.device, keep=rows, layouts=known), None
 
         return mix_slice
 
