@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -117,6 +118,9 @@ def test_the_command_line_wins_over_the_file(tmp_path):
         ({"ce_weight": 0}, ("kl_weight and ce_weight",)),
         ({"steps": 0}, ("steps", "at least 1", "got 0")),
         ({"temperature": 0}, ("temperature", "greater than 0")),
+        ({"context_parallel": 2}, ("context_parallel=2", "number of processes, 1")),
+        ({"context_parallel": 2, "kl_weight": 1}, ("context_parallel", "kl_weight")),
+        ({"context_parallel": 3}, ("seq_len=32", "context_parallel=3")),
         ({"teacher": "x"}, ("teacher", "'x'", "kl_weight is 0")),
         ({"model": "nowhere/at-all/x"}, ("model", "'nowhere/at-all/x'", "cannot be read")),
         ({"data": "none.jsonl"}, ("'none.jsonl'", "does not exist")),
@@ -342,7 +346,8 @@ def test_the_objective_is_kl_and_next_token_loss_over_the_targets(files, tmp_pat
     batch = {"input_ids": torch.arange(3, 63).view(2, 30), "position_ids": torch.arange(30).expand(2, 30)}
     batch["labels"] = batch["input_ids"].clone()
     batch["labels"][0, :10] = -100
-    loss, sums = finetune.Objective(recipe, model, model, teacher)(batch)
+    share = finetune.Place(Accelerator(cpu=True), 1).share(batch)
+    loss, sums = finetune.Objective(recipe, model, model, teacher)(share)
     base = AutoModelForCausalLM.from_pretrained(files / "base").eval()
     ours, theirs = model(batch["input_ids"]).logits[:, :-1], base(batch["input_ids"]).logits[:, :-1]
     kl = ce = count = top1 = 0
@@ -695,6 +700,17 @@ def test_two_data_parallel_processes_are_one_run(files, tmp_path):
 
 def test_two_fsdp2_processes_are_one_run(files, tmp_path):
     assert_same_run(files, tmp_path, "fsdp2_cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2_cpu"])
+def test_two_processes_that_share_each_row_are_one_run(files, tmp_path, config):
+    alone = train(files, tmp_path / "alone", batch_size=2, load_best=False)
+    together = launch(config, files, tmp_path / "together", batch_size=2, load_best=False, context_parallel=2)
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
+    assert [x["loss"] for x in together["eval"]] == pytest.approx([x["loss"] for x in alone["eval"]], rel=1e-4)
+    for name, weight in weights(tmp_path / "alone").items():
+        torch.testing.assert_close(weights(tmp_path / "together")[name], weight, atol=1e-3, rtol=1e-2)
 
 
 @pytest.mark.slow

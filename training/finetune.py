@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -55,6 +55,7 @@ from .checkpoint import (
     save_checkpoint,
     written_beside,
 )
+from .context_parallel import context_parallel
 from .data import Batch, ShuffledRows, StreamedRows, as_batch, packed_rows
 from .recipe import Recipe, parse_recipe
 
@@ -161,6 +162,28 @@ def load_teacher(recipe: Recipe, model: PreTrainedModel) -> nn.Module | None:
     return teacher
 
 
+class Place:
+    """Which rows a process gets, and which slice of them."""
+
+    def __init__(self, accelerator: Accelerator, context_parallel: int):
+        world = accelerator.num_processes
+        if world % context_parallel:
+            raise ValueError(f"context_parallel={context_parallel} must divide the number of processes, {world}")
+        self.rows, self.slice = divmod(accelerator.process_index, context_parallel)
+        self.num_rows, self.num_slices = world // context_parallel, context_parallel
+        self.device, self.group = accelerator.device, None
+        if context_parallel > 1:
+            for first in range(0, world, context_parallel):  # every process must make every group
+                group = torch.distributed.new_group(list(range(first, first + context_parallel)))
+                self.group = group if first == self.rows * context_parallel else self.group
+
+    def share(self, batch: Batch) -> Batch:
+        """This process's part of a batch on its device: `input_ids`, `position_ids` and `targets`, the next tokens."""
+        targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        batch = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "targets": targets}
+        return {name: x.chunk(self.num_slices, 1)[self.slice].to(self.device) for name, x in batch.items()}
+
+
 SUMS = ("count", "loss", "kl", "ce", "top1")
 
 
@@ -178,14 +201,13 @@ class Objective:
             return (self.teacher or self.student)(**inputs, use_cache=False).logits
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss over the targets of `batch`, and `SUMS` without gradient, `[5]`."""
+        """The summed loss over the targets of a `Place.share`, and `SUMS` without gradient, `[5]`."""
         recipe = self.recipe
-        inputs = {name: x for name, x in batch.items() if name != "labels"}
-        targets = batch["labels"][:, 1:]
-        has_loss = targets != -100
-        targets = targets[has_loss]
-        teacher = self.teacher_logits(inputs)[:, :-1][has_loss].float() if recipe.kl_weight else None
-        logits = self.model(**inputs, use_cache=False).logits[:, :-1][has_loss].float()
+        inputs = {name: x for name, x in batch.items() if name != "targets"}
+        has_loss = batch["targets"] != -100
+        targets = batch["targets"][has_loss]
+        teacher = self.teacher_logits(inputs)[has_loss].float() if recipe.kl_weight else None
+        logits = self.model(**inputs, use_cache=False).logits[has_loss].float()
         with torch.set_grad_enabled(recipe.ce_weight > 0 and torch.is_grad_enabled()):
             ce = F.cross_entropy(logits, targets, reduction="sum")
         loss, kl, top1 = recipe.ce_weight * ce, torch.zeros_like(ce), torch.zeros_like(ce)
@@ -242,7 +264,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def make_rows(recipe: Recipe, tokenizer, accelerator: Accelerator) -> tuple:
+def make_rows(recipe: Recipe, tokenizer, accelerator: Accelerator, place: Place) -> tuple:
     """The endless training batches, the rows of evaluation and of test, and the steps that the recipe asks for."""
     with accelerator.main_process_first():  # which fills the cache
         options = {"streaming": recipe.streaming, "num_proc": recipe.num_proc}
@@ -263,12 +285,11 @@ def make_rows(recipe: Recipe, tokenizer, accelerator: Accelerator) -> tuple:
         test = None
         if recipe.test_data:
             test = _first(packed_rows(recipe.test_data, tokenizer, eval_len, **options), recipe.eval_rows)
-    place = accelerator.process_index, accelerator.num_processes
     if recipe.streaming:
-        return StreamedRows(rows, recipe.batch_size, *place), evaluation, test, recipe.steps
-    per_step = recipe.batch_size * recipe.accumulation * accelerator.num_processes
+        return StreamedRows(rows, recipe.batch_size, place.rows, place.num_rows), evaluation, test, recipe.steps
+    per_step = recipe.batch_size * recipe.accumulation * place.num_rows
     steps = recipe.steps or max(1, math.ceil(recipe.epochs * len(rows) / per_step))
-    return ShuffledRows(rows, recipe.batch_size, recipe.seed, *place), evaluation, test, steps
+    return ShuffledRows(rows, recipe.batch_size, recipe.seed, place.rows, place.num_rows), evaluation, test, steps
 
 
 def _first(rows, count: int) -> list[dict]:
@@ -283,6 +304,11 @@ def run(recipe: Recipe) -> None:
 
     Raises: ValueError on bad input, before anything is written; RunStopped if the run cannot go on.
     """
+    with ExitStack() as at_exit:
+        _run(recipe, at_exit)
+
+
+def _run(recipe: Recipe, at_exit: ExitStack) -> None:
     output = Path(recipe.output)
     last = latest_checkpoint(output) if output.is_dir() else None
     if last is not None and not recipe.resume:
@@ -295,7 +321,8 @@ def run(recipe: Recipe) -> None:
     set_seed(recipe.seed)
     model, tokenizer = load_student(recipe)
     dtype = model.dtype
-    rows, eval_rows, test_rows, steps = make_rows(recipe, tokenizer, accelerator)
+    place = Place(accelerator, recipe.context_parallel)
+    rows, eval_rows, test_rows, steps = make_rows(recipe, tokenizer, accelerator, place)
     teacher = load_teacher(recipe, model)
     if teacher is not None:
         teacher.to(accelerator.device)
@@ -325,6 +352,8 @@ def run(recipe: Recipe) -> None:
     if recipe.train != "full":
         accelerator.register_save_state_pre_hook(drop_frozen)
     objective = Objective(recipe, model, accelerator.unwrap_model(model), teacher)
+    if place.group is not None:
+        at_exit.enter_context(context_parallel(plain(objective.student), place.group))
 
     state = {"step": 0, "tokens": 0, "skipped": 0, "skipped_in_a_row": 0, "best": None, "train": [], "eval": []}
     state["recipe"] = dataclasses.asdict(recipe)
@@ -341,14 +370,14 @@ def run(recipe: Recipe) -> None:
 
     def evaluate(rows: list[dict]) -> dict[str, float]:
         model.eval()
-        mine = rows[accelerator.process_index :: accelerator.num_processes]
+        mine = rows[place.rows :: place.num_rows]
         sums = torch.zeros(len(SUMS), device=accelerator.device)
         with torch.no_grad():
-            for i in range(math.ceil(len(rows) / accelerator.num_processes)):
+            for i in range(math.ceil(len(rows) / place.num_rows)):
                 batch = as_batch([mine[i] if i < len(mine) else rows[0]])
                 if i >= len(mine):  # every process must run the model equally often
                     batch["labels"].fill_(-100)
-                sums += objective({name: x.to(accelerator.device) for name, x in batch.items()})[1]
+                sums += objective(place.share(batch))[1]
         model.train()
         return means(accelerator.reduce(sums), recipe)
 
@@ -368,44 +397,42 @@ def run(recipe: Recipe) -> None:
         stop.fill_(1)
         signal.signal(number, signal.default_int_handler)  # a second signal ends the run at once
 
-    handlers = {x: signal.signal(x, ask_to_stop) for x in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if state["step"] == 0 and not state["eval"]:
-            if test_rows:
-                state["test_before"] = evaluate(test_rows)
-            evaluate_and_save()
-        finished = train(
-            recipe, accelerator, model, optimizer, scheduler, objective, rows, state, steps, stop, evaluate_and_save
-        )
-        if not finished:
-            if not checkpoint_path(output, state["step"]).exists():
-                save_checkpoint(accelerator, output, state, rows)
-            accelerator.print(
-                f"\nstopped at step {state['step']} of {steps}, checkpoint written; continue with the same command and "
-                f"--resume:\n  python -m training.finetune {' '.join(sys.argv[1:])} --resume"
-            )
-            accelerator.end_training()
-            return
-        if recipe.load_best and state["best"]["step"] != state["step"]:
-            load_checkpoint(accelerator, checkpoint_path(output, state["best"]["step"]))
-        state["exported_step"] = state["best"]["step"] if recipe.load_best else state["step"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        at_exit.callback(signal.signal, number, signal.signal(number, ask_to_stop))
+    if state["step"] == 0 and not state["eval"]:
         if test_rows:
-            state["test_after"] = evaluate(test_rows)
-        try:
-            export(recipe, accelerator, model, tokenizer, state, dtype, steps)
-        except WRITE_ERRORS as error:
-            raise RunStopped(
-                f"the trained model cannot be written: {error}; its checkpoint is {latest_checkpoint(output)}, "
-                "continue with --resume"
-            ) from error
+            state["test_before"] = evaluate(test_rows)
+        evaluate_and_save()
+    finished = train(
+        recipe, accelerator, model, optimizer, scheduler, objective, lambda: place.share(next(rows)), state, steps,
+        stop, evaluate_and_save,
+    )  # fmt: skip
+    if not finished:
+        if not checkpoint_path(output, state["step"]).exists():
+            save_checkpoint(accelerator, output, state, rows)
+        accelerator.print(
+            f"\nstopped at step {state['step']} of {steps}, checkpoint written; continue with the same command and "
+            f"--resume:\n  python -m training.finetune {' '.join(sys.argv[1:])} --resume"
+        )
         accelerator.end_training()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        return
+    if recipe.load_best and state["best"]["step"] != state["step"]:
+        load_checkpoint(accelerator, checkpoint_path(output, state["best"]["step"]))
+    state["exported_step"] = state["best"]["step"] if recipe.load_best else state["step"]
+    if test_rows:
+        state["test_after"] = evaluate(test_rows)
+    try:
+        export(recipe, accelerator, model, tokenizer, state, dtype, steps)
+    except WRITE_ERRORS as error:
+        raise RunStopped(
+            f"the trained model cannot be written: {error}; its checkpoint is {latest_checkpoint(output)}, "
+            "continue with --resume"
+        ) from error
+    accelerator.end_training()
 
 
 def train(
-    recipe, accelerator, model, optimizer, scheduler, objective, rows, state, steps, stop, evaluate_and_save
+    recipe, accelerator, model, optimizer, scheduler, objective, next_batch, state, steps, stop, evaluate_and_save
 ) -> bool:
     """The loop from `state["step"]` to `steps`; True if it got there, False if it was asked to stop."""
     progress = tqdm(
@@ -418,10 +445,8 @@ def train(
             progress.close()
             return False
         started = time.perf_counter()
-        batches = [
-            {name: x.to(accelerator.device) for name, x in next(rows).items()} for _ in range(recipe.accumulation)
-        ]
-        count = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum()
+        batches = [next_batch() for _ in range(recipe.accumulation)]
+        count = torch.stack([(batch["targets"] != -100).sum() for batch in batches]).sum()
         count = accelerator.reduce(count).clamp(min=1)
         # Accelerate divides the loss by `accumulation`, and gradients are averaged over processes.
         scale = accelerator.num_processes * recipe.accumulation / count

@@ -59,6 +59,7 @@ class Recipe:
     warmup: float = _option(0.1, "share of the steps in which the learning rate rises")
     max_grad_norm: float = _option(1.0, "gradients are clipped to this norm")
     gradient_checkpointing: bool = _option(False, "recompute activations in the backward pass")
+    context_parallel: int = _option(1, "processes that share each row, a slice of it each")
     seed: int = _option(0, "of the order of rows and of what is initialised at random")
 
     checkpoint_steps: int = _option(100, "steps between evaluations, each with a checkpoint")
@@ -79,7 +80,7 @@ class Recipe:
         for name, least in (
             ("kl_weight", 0), ("ce_weight", 0), ("lora_rank", 1), ("eval_rows", 1), ("seq_len", 2), ("batch_size", 1),
             ("eval_seq_len", 2), ("accumulation", 1), ("steps", 1), ("checkpoint_steps", 1), ("num_proc", 1),
-            ("warmup", 0), ("learning_rate", 0), ("hla_learning_rate", 0), ("weight_decay", 0),
+            ("context_parallel", 1), ("warmup", 0), ("learning_rate", 0), ("hla_learning_rate", 0), ("weight_decay", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not value >= least:
@@ -93,6 +94,15 @@ class Recipe:
             raise ValueError("kl_weight and ce_weight are both 0: there is nothing to train on")
         if self.teacher and not self.kl_weight:
             raise ValueError(f"teacher={self.teacher!r} is not used, since kl_weight is 0")
+        if self.context_parallel > 1 and self.kl_weight:
+            raise ValueError(
+                "context_parallel slices HLA states, not the teacher's softmax attention: set kl_weight to 0"
+            )
+        for name in ("seq_len", "eval_seq_len"):
+            if (getattr(self, name) or 0) % self.context_parallel:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a multiple of context_parallel={self.context_parallel}"
+                )
         if self.streaming and self.steps is None:
             raise ValueError("streaming data has no known length: give steps")
 
