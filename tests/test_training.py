@@ -369,6 +369,15 @@ def test_the_objective_is_kl_and_next_token_loss_over_the_targets(files, tmp_pat
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
+def test_a_model_whose_weights_moved_is_not_its_own_teacher(files, tmp_path, capsys):
+    train(files, tmp_path / "first", steps=2)
+    words = {"model": tmp_path / "first" / "model", "kl_weight": 1, "steps": 2}
+    assert "name that one as teacher" in error_of(capsys, arguments(files, tmp_path / "second", **words))
+    AcceleratorState._reset_state(True)
+    state = train(files, tmp_path / "second", teacher=files / "base", **words)
+    assert state["train"][0]["kl"] > 0
+
+
 def test_packed_documents_do_not_see_each_other(files, tmp_path):
     if "segment_ids" not in causal_linear_attention.__kwdefaults__:
         pytest.skip("these operators have no segment_ids: states are not reset yet")

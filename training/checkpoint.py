@@ -124,7 +124,7 @@ def save_checkpoint(accelerator: Accelerator, output: Path, state: dict, rows) -
 
 def _forget_first_step(accelerator: Accelerator, state: dict) -> None:
     # Reading or loading the state of an unused optimizer under FSDP2 makes one step, which Adam's correction counts.
-    if state["step"] == 0:
+    if state["step"] == 0 and accelerator.is_fsdp2:
         for optimizer in accelerator._optimizers:
             optimizer.optimizer.state.clear()
 

@@ -150,11 +150,23 @@ def as_base_model(model: nn.Module) -> Iterator[None]:
 
 
 def load_teacher(recipe: Recipe, model: PreTrainedModel) -> nn.Module | None:
-    """None if `model`, before it is made trainable, will still hold the teacher's weights; else a frozen model."""
+    """None if `model`, before it is made trainable, will still hold the teacher's weights; else a frozen model.
+
+    Raises: ValueError if the model's own weights are to be the teacher but were trained away from their base, or the
+    vocabularies differ.
+    """
+    history = Path(recipe.model) / "training.json"
+    if recipe.kl_weight and recipe.teacher is None and history.is_file():
+        kind = json.loads(history.read_text())["recipe"]["train"]
+        if kind != "hla":
+            raise ValueError(
+                f"model {recipe.model!r} was fine-tuned with train={kind!r}: its weights with softmax attention are no "
+                "longer its base model; name that one as teacher"
+            )
     if not recipe.kl_weight or (recipe.teacher is None and recipe.train != "full"):
         return None
     if recipe.teacher is None:
-        return copy.deepcopy(model).requires_grad_(False)
+        return copy.deepcopy(model).requires_grad_(False)  # whole on every process, also under FSDP
     teacher = load_model(recipe.teacher, "auto", "teacher").requires_grad_(False)
     theirs, ours = teacher.config.vocab_size, model.config.vocab_size
     if theirs != ours:
