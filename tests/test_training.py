@@ -423,6 +423,7 @@ def test_a_run_trains_what_it_says_and_leaves_a_complete_model(files, tmp_path, 
     }  # fmt: skip
     card = (out / "model" / "README.md").read_text()
     assert f"{state['eval'][-1]['perplexity']:.4g}" in card and f'train: "{kind}"' in card
+    assert str(files) not in card + (out / "model" / "training.json").read_text()  # it is going to be published
     assert (out / "adapter").exists() == (kind == "lora")
     if kind == "lora":
         ids = torch.arange(3, 43)[None]

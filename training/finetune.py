@@ -536,12 +536,13 @@ def export(recipe, accelerator, model, tokenizer, state: dict, dtype: torch.dtyp
     with written_beside(output / "model") as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        (partial / "training.json").write_text(json.dumps(state, indent=1) + "\n")
+        published = {k: _without_paths(v) for k, v in state["recipe"].items() if k not in ("output", "resume")}
+        (partial / "training.json").write_text(json.dumps(state | {"recipe": published}, indent=1) + "\n")
         shutil.copy(output / "curves.png", partial)
         conversion = Path(recipe.model) / "conversion.json"
         if conversion.is_file():
             shutil.copy(conversion, partial)
-        (partial / "README.md").write_text(model_card(recipe, model, state))
+        (partial / "README.md").write_text(model_card(recipe, model, state, published))
     print(f"wrote {output / 'model'}")
 
 
@@ -563,8 +564,15 @@ def plot(state: dict, path: Path) -> None:
     pyplot.close(figure)
 
 
-def model_card(recipe: Recipe, model: PreTrainedModel, state: dict) -> str:
-    """The card of a fine-tuned model, from `model_cards/finetuned.md` and the state of its run."""
+def _without_paths(value):
+    """What of a recipe may be published: of a local path only its name."""
+    if isinstance(value, list):
+        return [_without_paths(x) for x in value]
+    return Path(value).resolve().name if isinstance(value, str) and Path(value).exists() else value
+
+
+def model_card(recipe: Recipe, model: PreTrainedModel, state: dict, published: dict) -> str:
+    """The card of a fine-tuned model, from `model_cards/finetuned.md`, its run's state and published recipe."""
     exported = next(x for x in state["eval"] if x["step"] == state["exported_step"])
     tables = [("held-out rows", state["eval"][0], exported)]
     if "test_before" in state:
@@ -586,14 +594,14 @@ def model_card(recipe: Recipe, model: PreTrainedModel, state: dict) -> str:
     }
     objective = [f"{recipe.ce_weight:g} x next-token loss"] if recipe.ce_weight else []
     if recipe.kl_weight:
-        teacher = recipe.teacher or "the same weights with softmax attention"
+        teacher = published["teacher"] or "the same weights with softmax attention"
         objective.append(f"{recipe.kl_weight:g} x KL to {teacher} at temperature {recipe.temperature:g}")
     hla = {name: value for name, value in model.config.to_dict().items() if name.startswith("hla_")}
     return Template((files("model_cards") / "finetuned.md").read_text()).substitute(
-        name=Path(recipe.output).resolve().name, base_model=recipe.model, trained=trained[recipe.train],
-        objective=" + ".join(objective), tokens=state["tokens"], data=", ".join(Path(x).name for x in recipe.data),
+        name=Path(recipe.output).resolve().name, base_model=published["model"], trained=trained[recipe.train],
+        objective=" + ".join(objective), tokens=state["tokens"], data=", ".join(published["data"]),
         steps=state["exported_step"], skipped=state["skipped"], rows="\n".join(rows),
-        recipe="\n".join(f"{k}: {json.dumps(v)}" for k, v in dataclasses.asdict(recipe).items() if k != "resume"),
+        recipe="\n".join(f"{k}: {json.dumps(v)}" for k, v in published.items()),
         settings="\n".join(f"| `{name}` | `{value}` |" for name, value in hla.items()),
     )  # fmt: skip
 
