@@ -63,7 +63,7 @@ def tiny_base(architecture="llama", **settings):
 def randomize(model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".hla_" in name:
+            if ".hla." in name:
                 parameter.add_(0.5 * torch.randn_like(parameter))
     return model
 
