@@ -134,7 +134,12 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, weights: _Weights | None, sta
 
     groups = (rows, state_heads, heads // state_heads, length, -1)
     scores = (q @ k.mT).view(groups)
-    scores = scores.tril_() if weights is None else scores * weights.between[:, :, None]
+    if weights is None:
+        scores = (
+            scores.tril() if scores.requires_grad else scores.tril_()
+        )  # in place, a view's gradient is copied thrice
+    else:
+        scores = scores * weights.between[:, :, None]
     out = scores.flatten(2, 3) @ v
     update = (k if weights is None else k * weights.to_end[..., None]).mT @ v
     past, state = _chunk_states(update, weights, state, chunks)
@@ -902,7 +907,7 @@ def windowed_attention(
             scores = (near_q @ near_k.mT).unflatten(2, (-1, size))
             if softcap is not None:
                 scores = softcap * (scores / softcap).tanh()
-            near = scores.masked_fill_(~visible[:, None, None], -torch.inf).softmax(-1)
+            near = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
             largest = near.amax(-1).flatten(1, 2)[..., None]  # 1 / sum of exp(s - m)
             near = (near.flatten(2, 3) @ near_v).view(-1, heads, size, value_dim)
 
