@@ -10,8 +10,11 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -19,14 +22,16 @@ from string import Template
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from peft import PeftConfig, PeftModel
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hla_hf import ARCHITECTURES, softmax_attention, to_hla
+from hla_hf import ARCHITECTURES, softmax_attention, to_hla, to_softmax
 from hla_hf.configuration_hla import HLAConfigMixin
 
 from .evaluate import agreement_with_base, perplexity
 from .text import read_tokens, sample_tokens
-from .transfer import hla_layers, hla_parameters, transfer_attention
+from .transfer import Interrupted, hla_layers, hla_parameters, transfer_attention
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -50,6 +55,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", help="dtype to load and save in (default: the checkpoint's)")
     parser.add_argument("--device", default="cpu", help="device to work on (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on with a conversion to DIR that Ctrl-C stopped")
+    parser.add_argument("--dequantize", action="store_true", help="accept a quantised base and restore its weights")
+    parser.add_argument(
+        "--to-softmax", action="store_true", help="the way back: SOURCE is a converted model, DIR its base architecture"
+    )
     for field in dataclasses.fields(HLAConfigMixin):
         kind = {"type": _number_or_text}
         if field.name == "hla_layers":
@@ -72,12 +82,26 @@ def _number_or_text(text: str) -> int | float | str:
     return text
 
 
-def load_base(source: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The base model and tokenizer of a Hub id, a directory (safetensors, sharded or not) or a GGUF file.
+def load_base(
+    source: str, dtype: str = "auto", device: str = "cpu", dequantize: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The base model and tokenizer of a Hub id, a GGUF file or a directory: safetensors or `pytorch_model.bin`,
+    sharded or not, or a PEFT adapter, which is merged into the base that it names.
 
-    Raises: ValueError if the architecture is not supported, a weight is missing or unreadable, or the tokenizer has
-    more tokens than the model.
+    Raises: ValueError if the architecture is not supported, a weight is missing or unreadable, the weights are
+    quantised and not to be restored, or the tokenizer has more tokens than the model.
     """
+    if (Path(source) / "adapter_config.json").is_file():
+        adapter = PeftConfig.from_pretrained(source)
+        model, tokenizer = load_base(adapter.base_model_name_or_path, dtype, device, dequantize)
+        try:
+            model = PeftModel.from_pretrained(model, source).merge_and_unload()
+        except Exception as error:
+            raise ValueError(f"the adapter of SOURCE {source!r} cannot be read: {error}") from error
+        if (Path(source) / "tokenizer_config.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        return model.eval(), tokenizer
+
     options, name = {}, ""
     if source.endswith(".gguf"):
         path = Path(source)
@@ -93,9 +117,18 @@ def load_base(source: str, dtype: str = "auto", device: str = "cpu") -> tuple[Pr
             f"SOURCE {source!r} is a {config.model_type!r} model, which is not supported; "
             f"supported are {', '.join(ARCHITECTURES)}"
         )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization and not options and not dequantize:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ValueError(
+            f"SOURCE {source!r} is quantised ({method}); training and merging need its weights in full precision: "
+            "take the checkpoint it was made from, or pass --dequantize to restore them with what the format has lost"
+        )
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     if options:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    if device == "auto":
+        options["device_map"] = "auto"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     except Exception as error:
@@ -103,20 +136,21 @@ def load_base(source: str, dtype: str = "auto", device: str = "cpu") -> tuple[Pr
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
         raise ValueError(f"SOURCE {source!r} lacks {len(missing)} of the model's weights: {', '.join(missing[:5])} ...")
+    if quantization and dequantize:
+        model = model.dequantize()
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ValueError(f"the tokenizer of SOURCE {source!r} has {len(tokenizer)} tokens, the model only {rows}")
-    return model.to(device).eval(), tokenizer
+    return (model if device == "auto" else model.to(device)).eval(), tokenizer
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, report: dict, output: Path) -> None:
-    """Writes the directory beside `output` and renames it, so that `output` is complete or does not exist."""
+@contextmanager
+def new_directory(output: Path) -> Iterator[Path]:
+    """A directory to write, beside `output` and renamed to it at the end: `output` is complete or does not exist."""
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
     try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        (partial / "conversion.json").write_text(json.dumps(report, indent=2) + "\n")
-        (partial / "README.md").write_text(model_card(report))
+        yield partial
         if output.exists():
             output.rmdir()
         partial.rename(output)
@@ -145,40 +179,65 @@ def model_card(report: dict) -> str:
     )  # fmt: skip
 
 
-def convert(options: argparse.Namespace) -> dict:
-    """Runs the conversion and returns its report. Raises ValueError on bad input, with nothing written."""
-    output = Path(options.output)
+def check_output(output: Path) -> None:
+    """Raises ValueError if `output` is taken."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {options.output!r} exists and is not an empty directory")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(options.seed)
-    if options.eval_file and not Path(options.eval_file).is_file():
-        raise ValueError(f"--eval-file {options.eval_file!r} does not exist")
+        raise ValueError(f"--output {str(output)!r} exists and is not an empty directory")
 
-    model, tokenizer = load_base(options.source, options.dtype, options.device)
-    hla = {f.name: getattr(options, f.name) for f in dataclasses.fields(HLAConfigMixin)}
-    to_hla(model, **hla)
-    dtype = model.dtype
 
+def prepare_text(options: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Rows of tokens `[N, seq_len]` to train on, and at the end `held_out_rows` more to measure on."""
     rows = max(1, options.tokens // options.seq_len)
-    held_out = max(2, rows // 10)
-    rows += held_out
+    rows += held_out_rows(rows)
     if options.data == ["self"]:
         with softmax_attention(model):
-            tokens = sample_tokens(model, tokenizer, rows, options.seq_len)
-    else:
-        tokens = read_tokens(options.data, tokenizer, rows, options.seq_len)
-    if len(tokens) <= held_out:
+            return sample_tokens(model, tokenizer, rows, options.seq_len)
+    tokens = read_tokens(options.data, tokenizer, rows, options.seq_len)
+    if len(tokens) < 3:
         raise ValueError(
-            f"the text has {len(tokens)} rows of {options.seq_len} tokens, of which {held_out} are held out; "
+            f"the text has {len(tokens)} rows of {options.seq_len} tokens, fewer than 1 to train on and 2 to hold out; "
             "give more text or a smaller --seq-len"
         )
+    return tokens
+
+
+def held_out_rows(rows: int) -> int:
+    """A tenth, at least two."""
+    return max(2, rows // 10)
+
+
+def convert(options: argparse.Namespace) -> dict:
+    """Runs the conversion and returns its report.
+
+    Raises: ValueError on bad input, with nothing written; Interrupted on Ctrl-C while training, with what is trained
+    in a file beside the output that `--resume` goes on from.
+    """
+    output = Path(options.output)
+    check_output(output)
+    if options.eval_file and not Path(options.eval_file).is_file():
+        raise ValueError(f"--eval-file {options.eval_file!r} does not exist")
+    stopped = output.with_name(f"{output.name}.interrupted")
+    if options.resume and not stopped.is_file():
+        raise ValueError(f"--resume: there is no interrupted conversion {str(stopped)!r}")
+    hla = {f.name: getattr(options, f.name) for f in dataclasses.fields(HLAConfigMixin)}
+    names = ("source", "steps", "batch_size", "learning_rate", "dtype")
+    recipe = hla | {name: getattr(options, name) for name in names}
+    interrupted = torch.load(stopped, weights_only=True) if options.resume else None
+    if interrupted and interrupted["recipe"] != recipe:
+        changed = {name for name in recipe if interrupted["recipe"].get(name) != recipe[name]}
+        raise ValueError(f"--resume: {', '.join(sorted(changed))} differ from the conversion that was interrupted")
+
+    torch.manual_seed(options.seed)
+    model, tokenizer = load_base(options.source, options.dtype, options.device, options.dequantize)
+    to_hla(model, **hla)
+    dtype = model.dtype
+    tokens = interrupted["tokens"] if interrupted else prepare_text(options, model, tokenizer)
+    held_out = held_out_rows(len(tokens) * 10 // 11)
     training, held_out_tokens = tokens[:-held_out], tokens[-held_out:]
     eval_tokens = None
     if options.eval_file:
-        eval_tokens = read_tokens(
-            [options.eval_file], tokenizer, options.eval_tokens // options.eval_len, options.eval_len
-        )
+        rows = options.eval_tokens // options.eval_len
+        eval_tokens = read_tokens([options.eval_file], tokenizer, rows, options.eval_len)
 
     def measure() -> dict[str, float]:
         result = agreement_with_base(model, held_out_tokens)
@@ -194,24 +253,29 @@ def convert(options: argparse.Namespace) -> dict:
     if options.steps and hla_layers(model):
         for parameter in hla_parameters(model).values():
             parameter.data = parameter.data.float()
-        layer_losses = transfer_attention(
-            model, training, steps=options.steps, batch_size=options.batch_size,
-            learning_rate=options.learning_rate, seed=options.seed,
-        )  # fmt: skip
+        try:
+            layer_losses = transfer_attention(
+                model, training, steps=options.steps, batch_size=options.batch_size,
+                learning_rate=options.learning_rate, seed=options.seed, interrupted=interrupted,
+            )  # fmt: skip
+        except Interrupted as error:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            partial = stopped.with_name(f".{stopped.name}-{os.getpid()}")
+            torch.save(error.state | {"tokens": tokens, "recipe": recipe}, partial)
+            partial.rename(stopped)
+            raise
         for parameter in hla_parameters(model).values():
             parameter.data = parameter.data.to(dtype)
         print("evaluating after training", flush=True)
+    evaluation = f"KL and agreement: {held_out_tokens.numel()} held-out tokens of the same text"
+    if base:
+        evaluation += f"; perplexity: {eval_tokens.numel()} tokens of {options.eval_file}, context {options.eval_len}"
     report = {
         "name": output.name,
         "source": options.source,
-        "command": "python -m conversion.convert " + " ".join(sys.argv[1:]),
+        "command": "python -m conversion.convert " + shlex.join(sys.argv[1:]),
         "text": f"{training.numel()} tokens of {', '.join(options.data)}",
-        "evaluation": f"KL and agreement: {held_out_tokens.numel()} held-out tokens of the same text"
-        + (
-            f"; perplexity: {eval_tokens.numel()} tokens of {options.eval_file}, context {options.eval_len}"
-            if base
-            else ""
-        ),
+        "evaluation": evaluation,
         "hla": hla,
         "steps": options.steps,
         "base": base,
@@ -220,18 +284,45 @@ def convert(options: argparse.Namespace) -> dict:
         "layers": [layer.layer_idx for layer in hla_layers(model)],
         "layer_losses": layer_losses,
     }
-    save(model, tokenizer, report, output)
+    with new_directory(output) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        (directory / "conversion.json").write_text(json.dumps(report, indent=2) + "\n")
+        (directory / "README.md").write_text(model_card(report))
+    stopped.unlink(missing_ok=True)
     return report
 
 
+def convert_back(options: argparse.Namespace) -> None:
+    """Writes the base architecture of a converted model, with its q, k, v, o and all other weights as they are now."""
+    output = Path(options.output)
+    check_output(output)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.source, dtype=options.dtype)
+        tokenizer = AutoTokenizer.from_pretrained(options.source)
+    except Exception as error:
+        raise ValueError(f"SOURCE {options.source!r} cannot be read: {error}") from error
+    to_softmax(model)
+    with new_directory(output) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """The command: prints the report's losses and measures, exits 2 with one line on bad input."""
+    """The command: prints the report's losses and measures; exits 2 with one line on bad input, 130 on Ctrl-C."""
     options = parse_arguments(arguments)
     try:
+        if options.to_softmax:
+            convert_back(options)
+            print(f"wrote {options.output}")
+            return
         report = convert(options)
     except (ValueError, StrictDataclassError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Interrupted as error:
+        print(f"\n{error} of {options.steps}, which are saved; the same command with --resume goes on", file=sys.stderr)
+        sys.exit(130)
     if report["layer_losses"]:
         print("\nlayer   normalised error of its attention output")
         for layer, loss in zip(report["layers"], report["layer_losses"], strict=True):

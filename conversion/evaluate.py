@@ -27,7 +27,12 @@ def agreement_with_base(model: PreTrainedModel, tokens: Tensor) -> dict[str, flo
 
 
 @torch.no_grad()
+def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The next-token losses of rows `tokens [N, T]`, each row a context of its own: `[N, T - 1]`."""
+    rows = [F.nll_loss(_log_probs(model, row), row[1:].to(model.device), reduction="none") for row in tokens]
+    return torch.stack(rows).cpu()
+
+
 def perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
-    """exp of the mean next-token loss over rows `tokens [N, T]`, each row a context of its own."""
-    losses = [F.nll_loss(_log_probs(model, row), row[1:].to(model.device)).item() for row in tokens]
-    return torch.tensor(losses).mean().exp().item()
+    """exp of the mean next-token loss over rows `tokens [N, T]`."""
+    return token_losses(model, tokens).mean().exp().item()

@@ -5,6 +5,7 @@ attention function the HLA output is computed from the same q, k and v, and its 
 so all layers train from one pass and only one layer's activations are ever held.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ def hla_layers(model: PreTrainedModel) -> list[HLAAttention]:
 
 def hla_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that the base model does not have, by name."""
-    return {name: p for name, p in module.named_parameters() if name.rpartition(".")[2].startswith("hla_")}
+    return {name: p for name, p in module.named_parameters() if "hla" in name.split(".")}
 
 
 def normalized_error(out: Tensor, target: Tensor) -> Tensor:
@@ -74,25 +75,59 @@ def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = Fal
     return torch.stack([losses[module.layer_idx] for module in hla_layers(model)])
 
 
+class Interrupted(Exception):
+    """Training was stopped by Ctrl-C; `state` is what `transfer_attention(interrupted=state)` goes on from."""
+
+    def __init__(self, state: dict):
+        super().__init__(f"stopped after {len(state['history'])} steps")
+        self.state = state
+
+
+class InterruptFlag:
+    """Within this context the first Ctrl-C only sets `requested`, so that a step is never left half done."""
+
+    def __enter__(self) -> "InterruptFlag":
+        self.requested = False
+        self.previous = signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def _request(self, *_) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self.previous)
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGINT, self.previous)
+
+
 def transfer_attention(
-    model: PreTrainedModel, tokens: Tensor, *, steps: int, batch_size: int, learning_rate: float, seed: int = 0
-) -> list[float]:
+    model: PreTrainedModel, tokens: Tensor, *, steps: int, batch_size: int, learning_rate: float, seed: int = 0,
+    interrupted: dict | None = None,
+) -> list[float]:  # fmt: skip
     """Trains the HLA parameters of `model` on `tokens [N, T]`, whatever else it has frozen; the rest is left unchanged.
 
     One cycle of AdamW over `steps` batches. Returns the mean loss of each HLA layer over the last tenth of the steps.
+    Raises: Interrupted on Ctrl-C, with a `state` from which a later call goes on as if nothing had happened when it is
+    given as `interrupted`.
     """
-    parameters = list(hla_parameters(model).values())
+    parameters = hla_parameters(model)
     trainable = {p: p.requires_grad for p in model.parameters()}
     for p in trainable:
         p.requires_grad_(False)
-    for p in parameters:
+    for p in parameters.values():
         p.requires_grad_(True)
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
     order = torch.Generator().manual_seed(seed)
-    history = []
-    with tqdm(total=steps, desc="attention transfer", unit="step") as progress:
-        for _ in range(steps):
+    history: list[Tensor] = []
+    if interrupted is not None:
+        for name, p in parameters.items():
+            p.data.copy_(interrupted["parameters"][name])
+        optimizer.load_state_dict(interrupted["optimizer"])
+        schedule.load_state_dict(interrupted["schedule"])
+        order.set_state(interrupted["order"])
+        history = list(interrupted["history"])
+    with InterruptFlag() as interrupt, tqdm(total=steps, initial=len(history), desc="attention transfer") as progress:
+        while len(history) < steps and not interrupt.requested:
             batch = tokens[torch.randperm(len(tokens), generator=order)[:batch_size]]
             losses = layer_losses(model, batch.to(model.device), backward=True)
             optimizer.step()
@@ -103,4 +138,14 @@ def transfer_attention(
             progress.update()
     for p, requires_grad in trainable.items():
         p.requires_grad_(requires_grad)
+    if len(history) < steps:
+        raise Interrupted(
+            {
+                "parameters": {name: p.detach() for name, p in parameters.items()},
+                "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(),
+                "order": order.get_state(),
+                "history": history,
+            }
+        )
     return torch.stack(history[-max(1, steps // 10) :]).mean(0).tolist()

@@ -4,7 +4,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .cache_hla import HLACacheLayer, cache_nbytes, new_cache, use_hla_layers
 from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES
-from .modeling_hla import CAUSAL_LM_CLASSES, MODEL_CLASSES, softmax_attention, to_hla
+from .modeling_hla import CAUSAL_LM_CLASSES, MODEL_CLASSES, softmax_attention, to_hla, to_softmax
 from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, windowed_attention
 
 
@@ -21,6 +21,7 @@ __all__ = [
     "new_cache",
     "softmax_attention",
     "to_hla",
+    "to_softmax",
     "use_hla_layers",
     "windowed_attention",
 ]

@@ -22,10 +22,13 @@ from functools import cache as cached
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -71,42 +74,68 @@ def hla_attention_forward(
 AttentionInterface.register("hla", hla_attention_forward)
 
 
+class HLAParameters(nn.Module):
+    """The parameters that an HLA layer adds to its attention, as one module that PEFT's `modules_to_save` can name."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], like: Tensor):
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, device=like.device, dtype=like.dtype)))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Feature maps start as the identity, mixes as 0 (first order), decays as 1 - 2^-5 to 1 - 2^-12."""
+        for name, parameter in self.named_parameters():
+            if name in ("q_map", "k_map"):
+                init.copy_(parameter, torch.eye(parameter.shape[-1]).expand(parameter.shape))
+            elif name == "decay_logit":
+                init.copy_(parameter, torch.linspace(5, 12, parameter.numel()) * math.log(2))
+            elif name == "gate":
+                # Measured on SmolLM2-135M: untrained maps in a pretrained model disturb it least near e^-4.
+                init.constant_(parameter, -4.0)
+            else:
+                init.zeros_(parameter)
+
+    def get(self, name: str) -> Tensor | None:
+        """The parameter, under tensor parallelism this rank's heads of it, or None if the layer has no such one."""
+        parameter = getattr(self, name, None)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _HeadsParallel(TensorParallelLayer):
+    """Tensor parallelism of a parameter whose first dimension is its heads."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        full = getattr(module, param)
+        sharded = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+        setattr(module, param, nn.Parameter(sharded, requires_grad=full.requires_grad))
+
+
+ALL_PARALLEL_STYLES.register("hla_heads", _HeadsParallel())
+
+
 class HLAAttention:
     """Mixed over an architecture's attention class: the parameters of an HLA layer and its mixing of tokens."""
 
     config: HLAConfigMixin
 
     def add_hla_parameters(self, like: Tensor) -> None:
-        """Creates the layer's parameters, on the device and in the dtype of `like`."""
+        """Creates the layer's parameters as `self.hla`, on the device and in the dtype of `like`."""
         config = self.config
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, self.head_dim
         shapes = {}
         if config.hla_feature_map == "hedgehog":
-            shapes |= {"hla_q_map": (heads, dim, dim), "hla_k_map": (kv_heads, dim, dim)}
+            shapes |= {"q_map": (heads, dim, dim), "k_map": (kv_heads, dim, dim)}
         if config.hla_window > 0:
-            shapes["hla_gate"] = (heads,)  # log g: the weight of what lies beyond the window
+            shapes["gate"] = (heads,)  # log g: the weight of what lies beyond the window
             if config.hla_operator in ("ahla", "hla3"):
-                shapes["hla_value_mix"] = (heads,)
+                shapes["value_mix"] = (heads,)
         if config.hla_operator in ("hla2", "hla3") and config.hla_accumulator == "key":
-            shapes["hla_key_mix"] = (kv_heads,)
+            shapes["key_mix"] = (kv_heads,)
         if config.hla_decay == "learned":
-            shapes["hla_decay_logit"] = (kv_heads,)
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.empty(shape, device=like.device, dtype=like.dtype)))
-
-    @torch.no_grad()
-    def reset_hla_parameters(self) -> None:
-        """Feature maps start as the identity, mixes as 0 (first order), decays as 1 - 2^-5 to 1 - 2^-12."""
-        for name, parameter in self.named_parameters(recurse=False):
-            if name in ("hla_q_map", "hla_k_map"):
-                init.copy_(parameter, torch.eye(self.head_dim).expand(parameter.shape))
-            elif name == "hla_decay_logit":
-                init.copy_(parameter, torch.linspace(5, 12, parameter.numel()) * math.log(2))
-            elif name == "hla_gate":
-                # Measured on SmolLM2-135M: untrained maps in a pretrained model disturb it least near e^-4.
-                init.constant_(parameter, -4.0)
-            elif name in ("hla_value_mix", "hla_key_mix"):
-                init.zeros_(parameter)
+            shapes["decay_logit"] = (kv_heads,)
+        self.hla = HLAParameters(shapes, like)
+        self.hla.reset()
 
     def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         cache = _cache_of(kwargs)
@@ -130,13 +159,13 @@ class HLAAttention:
         feature_scale = scale if name in ("identity", "elu", "relu") else 1.0
 
         def query_map(q):
-            return feature_map(name, q, getattr(self, "hla_q_map", None)) * feature_scale
+            return feature_map(name, q, self.hla.get("q_map")) * feature_scale
 
         def key_map(k):
-            return feature_map(name, k, getattr(self, "hla_k_map", None))
+            return feature_map(name, k, self.hla.get("k_map"))
 
         if config.hla_decay == "learned":
-            log_decay = nn.functional.logsigmoid(self.hla_decay_logit.float())
+            log_decay = nn.functional.logsigmoid(self.hla.get("decay_logit").float())
         else:
             log_decay = None if config.hla_decay is None else math.log(config.hla_decay)
         accumulators = {"query": query_map, "key": None, "softmax_query": lambda q: (q * scale).softmax(-1)}
@@ -144,13 +173,14 @@ class HLAAttention:
         second_order = {}
         if operator in ("hla2", "hla3"):
             second_order["ridge"] = config.hla_ridge + (accumulator is None)
-            second_order["coefficient"] = self.hla_key_mix.float() if accumulator is None else 1.0
+            second_order["coefficient"] = self.hla.get("key_mix").float() if accumulator is None else 1.0
 
         if config.hla_window > 0:
             return windowed_attention(
                 q, k, v, window=config.hla_window, num_sinks=config.hla_num_sinks, operator=operator,
-                query_map=query_map, key_map=key_map, gate=self.hla_gate.float().exp(), accumulator_map=accumulator,
-                value_mix=self.hla_value_mix.float() if operator in ("ahla", "hla3") else 1.0,
+                query_map=query_map, key_map=key_map, accumulator_map=accumulator,
+                gate=self.hla.get("gate").float().exp(),
+                value_mix=self.hla.get("value_mix").float() if operator in ("ahla", "hla3") else 1.0,
                 scale=scale, softcap=getattr(self, "attn_logit_softcapping", None),
                 log_decay=log_decay, attention_mask=mask, segment_ids=segment_ids, initial_state=state,
                 return_state=True, chunk_size=config.hla_chunk_size, **second_order,
@@ -205,13 +235,11 @@ class HLAModelMixin:
             attention.__class__ = _attention_class(type(attention))
             attention.config = decoder.hla_config
             attention.add_hla_parameters(like=next(attention.parameters()))
-            attention._is_hf_initialized = False
-            attention.reset_hla_parameters()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, HLAAttention):
-            module.reset_hla_parameters()
+        if isinstance(module, HLAParameters):
+            module.reset()
 
     @staticmethod
     def create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs) -> dict | Tensor | None:
@@ -422,18 +450,50 @@ def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
             f"{type(model).__name__} (model_type {model_type!r}) cannot be converted; supported are the base and "
             f"causal language models of {', '.join(ARCHITECTURES)}"
         )
-    settings = model.config.to_dict()
-    for name in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config"):
-        settings.pop(name, None)
-    base_config, config = model.config, CONFIG_CLASSES[model_type](**settings, **hla_settings)
-    config.name_or_path = base_config.name_or_path
-    config._attn_implementation = base_config._attn_implementation
-    for module in model.modules():
-        if getattr(module, "config", None) is base_config:
-            module.config = config
+    _replace_config(model, CONFIG_CLASSES[model_type], **hla_settings)
     model.__class__ = _HLA_CLASSES[type(model)]
     model._add_hla()
     return model
+
+
+def to_softmax(model: PreTrainedModel) -> PreTrainedModel:
+    """The inverse of `to_hla`, in place: the base architecture with this model's weights, less those of HLA.
+
+    Raises: ValueError if `model` is not an HLA model.
+    """
+    if not isinstance(model, HLAModelMixin):
+        raise ValueError(f"{type(model).__name__} is not an HLA model, so it cannot be turned back")
+    decoder = model.base_model
+    implementation = decoder.softmax_implementation
+    _replace_config(model, type(model.config).__mro__[2])
+    model.config._attn_implementation = implementation
+    for layer in decoder.layers:
+        if isinstance(layer.self_attn, HLAAttention):
+            del layer.self_attn.hla
+            layer.self_attn.config = model.config
+            layer.self_attn.__class__ = type(layer.self_attn).__mro__[2]
+    bases = {hla: base for base, hla in _HLA_CLASSES.items()}
+    for module in {decoder, model}:
+        module.__class__ = bases[type(module)]
+    del decoder.hla_config, decoder.softmax_implementation
+    return model
+
+
+def _replace_config(model: PreTrainedModel, config_class: type, **settings) -> None:
+    """Gives a model and its modules a config of another class with the same settings."""
+    old = model.config
+    kept = {
+        name: value
+        for name, value in old.to_dict().items()
+        if not name.startswith("hla_")
+        and name not in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config")
+    }
+    new = config_class(**kept, **settings)
+    new.name_or_path = old.name_or_path
+    new._attn_implementation = old._attn_implementation
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
 
 
 @contextmanager

@@ -2,17 +2,22 @@
 
 import functools
 import json
+import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from tiny import ARCHITECTURE_SETTINGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from conversion import convert as command
+from conversion import transfer
 from conversion.evaluate import agreement_with_base, perplexity
 from conversion.text import read_tokens, sample_tokens
 from conversion.transfer import hla_parameters, layer_losses, transfer_attention
@@ -24,7 +29,7 @@ TEXT = "Linear attention keeps a state of fixed size. Softmax attention keeps ev
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
 }  # fmt: skip
 FAST = ["--steps", "3", "--tokens", "256", "--seq-len", "32", "--hla-window", "8", "--hla-chunk-size", "16"]
 
@@ -144,6 +149,7 @@ def test_every_architecture_loads_without_the_package(converted, tmp_path):
     script = f"""
 import sys; sys.modules["hla_hf"] = None
 import torch
+torch.set_num_threads({torch.get_num_threads()})  # the experts' sums depend on it
 from transformers import AutoModelForCausalLM
 for path, logits in zip({directories!r}, torch.load({str(tmp_path / "logits.pt")!r})):
     model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
@@ -318,6 +324,102 @@ def test_gguf_file(tokenizer, tmp_path, text_file):
     )
 
 
+def test_pytorch_bin_and_extended_vocabulary(base, tokenizer, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(len(tokenizer) + 9)
+    model.save_pretrained(tmp_path / "bin")
+    tokenizer.save_pretrained(tmp_path / "bin")
+    weights = load_file(tmp_path / "bin" / "model.safetensors")
+    torch.save(weights, tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "model.safetensors").unlink()
+    loaded, _ = command.load_base(str(tmp_path / "bin"))
+    assert loaded.get_input_embeddings().weight.shape[0] == len(tokenizer) + 9
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in weights.items())
+
+
+ROPES = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    {
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_rope_scaling_survives(rope, tokenizer, tmp_path):
+    original = make_base(tokenizer, tmp_path / "base", rope_parameters={"rope_theta": 1e4} | rope)
+    model, _ = command.load_base(str(tmp_path / "base"))
+    to_hla(model, hla_window=8).save_pretrained(tmp_path / "hla")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla").eval()
+    assert model.config.rope_parameters == original.config.rope_parameters
+    ids = torch.randint(3, 300, (1, 600), generator=torch.Generator().manual_seed(0))  # beyond the trained positions
+    with torch.no_grad():
+        expected = original(ids).logits
+        with softmax_attention(model):
+            assert torch.equal(model(ids).logits, expected)
+        assert model(ids).logits.isfinite().all()
+
+
+def test_peft_adapter_is_merged_first(base, tmp_path, text_file):
+    model = LlamaForCausalLM.from_pretrained(base)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = model.merge_and_unload().state_dict()
+    command.main([str(tmp_path / "adapter"), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "hla").state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight)
+    original = LlamaForCausalLM.from_pretrained(base).state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.allclose(weights[name], original[name])
+
+
+def test_back_to_softmax(base, tmp_path, text_file):
+    command.main([str(base), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
+    model.model.layers[1].self_attn.q_proj.weight.data += 0.1  # as fine-tuning would
+    model.save_pretrained(tmp_path / "hla")
+    command.main([str(tmp_path / "hla"), "--output", str(tmp_path / "back"), "--to-softmax"])
+    back, report = LlamaForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
+    assert not list((tmp_path / "back").glob("*.py"))
+    ids = torch.arange(3, 60)[None]
+    with softmax_attention(model), torch.no_grad():
+        assert torch.equal(back.eval()(ids).logits, model.eval()(ids).logits)
+    with pytest.raises(SystemExit):
+        command.main([str(base), "--output", str(tmp_path / "again"), "--to-softmax"])
+    assert not (tmp_path / "again").exists()
+
+
+def test_interrupted_conversion_goes_on_as_if_nothing_had_happened(base, tmp_path, text_file, monkeypatch, capsys):
+    arguments = [str(base), "--data", str(text_file), *FAST, "--steps", "6", "--output"]
+    command.main([*arguments, str(tmp_path / "whole")])
+    calls, layer_losses = [], transfer.layer_losses
+
+    def interrupting(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return layer_losses(*args, **kwargs)
+
+    monkeypatch.setattr(transfer, "layer_losses", interrupting)
+    message = error_of(capsys, [*arguments, tmp_path / "parts"], code=130)
+    assert "stopped after 3 steps of 6" in message and "--resume" in message
+    assert not (tmp_path / "parts").exists()
+    message = error_of(capsys, [*arguments, tmp_path / "parts", "--resume", "--batch-size", "3"])
+    assert "batch_size" in message
+    command.main([*arguments, str(tmp_path / "parts"), "--resume"])
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "whole", "parts"}
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert "no interrupted conversion" in error_of(capsys, [*arguments, tmp_path / "third", "--resume"])
+
+
 def write_gguf(gguf, path, model, tokenizer):
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -392,10 +494,21 @@ def test_text_too_short(base, tmp_path, capsys, text_file):
     assert list(tmp_path.iterdir()) == [text_file]
 
 
-def test_unsupported_architecture_is_named(tmp_path, capsys):
-    transformers.GPT2Config().save_pretrained(tmp_path / "gpt2")
-    message = error_of(capsys, [tmp_path / "gpt2", "--output", tmp_path / "hla"])
-    assert "'gpt2'" in message and "llama" in message and "qwen3" in message
+@pytest.mark.parametrize("model_type", ["gpt2", "t5", "gemma3", "deepseek_v3", "mamba"])
+def test_unsupported_architecture_is_named(model_type, tmp_path, capsys):
+    transformers.AutoConfig.for_model(model_type).save_pretrained(tmp_path / model_type)
+    message = error_of(capsys, [tmp_path / model_type, "--output", tmp_path / "hla"])
+    assert f"'{model_type}'" in message and "llama" in message and "qwen3" in message
+    assert not (tmp_path / "hla").exists()
+
+
+def test_quantised_base_is_refused_with_the_reason(base, tmp_path, capsys):
+    shutil.copytree(base, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    message = error_of(capsys, [tmp_path / "base", "--output", tmp_path / "hla"])
+    assert "bitsandbytes" in message and "--dequantize" in message
 
 
 def test_missing_and_corrupted_weights(base, tokenizer, tmp_path, capsys):

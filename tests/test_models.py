@@ -289,11 +289,12 @@ def test_a_base_checkpoint_loads_into_the_hla_class(architecture, tmp_path):
     base = tiny_base(architecture)
     base.save_pretrained(tmp_path)
     model, info = CAUSAL_LM_CLASSES[architecture].from_pretrained(tmp_path, output_loading_info=True)
-    assert info["missing_keys"] and all(".hla_" in name for name in info["missing_keys"])
+    assert info["missing_keys"] and all(".hla." in name for name in info["missing_keys"])
     assert not info["unexpected_keys"]
-    maps = model.model.layers[0].self_attn.hla_q_map
+    maps = model.model.layers[0].self_attn.hla.q_map
     assert_close(maps.data, torch.eye(8).expand_as(maps))
-    assert all((layer.self_attn.hla_value_mix == 0).all() for layer in model.model.layers)
+    assert all((layer.self_attn.hla.gate == -4).all() for layer in model.model.layers)
+    assert all((layer.self_attn.hla.value_mix == 0).all() for layer in model.model.layers)
     with torch.no_grad(), hla_hf.softmax_attention(model):
         assert torch.equal(model(tokens(1, 9)).logits, base(tokens(1, 9)).logits)
 

@@ -63,9 +63,9 @@ def tiny_base(architecture="llama", **settings):
 def randomize(model):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("hla_gate"):
+            if name.endswith("hla.gate"):
                 parameter.normal_()
-            elif ".hla_" in name:
+            elif ".hla." in name:
                 parameter.add_(0.5 * torch.randn_like(parameter))
     return model
 
