@@ -1,0 +1,143 @@
+"""Checkpoints of a run that are complete or do not exist: written beside, then renamed, with a list of their files."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+
+
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # what the writers raise on a full disk
+
+
+class RunStopped(RuntimeError):
+    """The run cannot go on; the message names what to continue from."""
+
+
+@contextmanager
+def written_beside(target: Path) -> Iterator[Path]:
+    """Yields a new directory, which becomes `target`, replacing it, if the block ends without an error."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _remove(target)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():  # renamed first: what is half deleted must not look complete
+        removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
+        path.rename(removed)
+        shutil.rmtree(removed)
+
+
+def checkpoint_path(output: Path, step: int) -> Path:
+    return output / f"checkpoint-{step:08d}"
+
+
+def latest_checkpoint(output: Path) -> Path | None:
+    """The last checkpoint of a run, or None. Raises: ValueError if it is damaged, with the one to continue from."""
+    checkpoints = sorted(output.glob("checkpoint-*"), reverse=True)
+    for i, path in enumerate(checkpoints):
+        problem = _damage(path)
+        if problem is None:
+            return path
+        others = [x for x in checkpoints[i + 1 :] if _damage(x) is None]
+        hint = f"; remove it to continue from {others[0]}" if others else ", and there is no other one"
+        raise ValueError(f"checkpoint {path} is damaged ({problem}){hint}")
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        files = json.loads((path / "files.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"its list of files cannot be read: {error}"
+    for name, size in files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}" if found is not None else f"{name} is missing"
+    return None
+
+
+def save_checkpoint(accelerator: Accelerator, output: Path, state: dict, rows) -> None:
+    """Writes weights, optimizer, random states, `state` and each process's place in the data as one checkpoint.
+
+    Keeps it and the best one, `state["best"]["step"]`. Raises: RunStopped if it cannot be written.
+    """
+    target = checkpoint_path(output, state["step"])
+    partial = output / f".{target.name}.partial"
+    main = accelerator.is_main_process
+
+    def together(function) -> None:
+        error = None
+        try:
+            function()
+        except WRITE_ERRORS as caught:
+            error = caught
+        failed = accelerator.reduce(torch.tensor(float(error is not None), device=accelerator.device))
+        if failed:
+            if main:
+                shutil.rmtree(partial, ignore_errors=True)
+            kept = sorted(output.glob("checkpoint-*"))
+            raise RunStopped(
+                f"the checkpoint of step {state['step']} cannot be written: {error or 'another process failed'}; "
+                + (
+                    f"the last complete one is {kept[-1]}, continue with --resume"
+                    if kept
+                    else "there is no earlier one"
+                )
+            ) from error
+
+    def write() -> None:
+        accelerator.save_state(str(partial))
+        (partial / f"data_{accelerator.process_index}.json").write_text(json.dumps(rows.state_dict()))
+        if main:
+            (partial / "state.json").write_text(json.dumps(state))
+
+    def finish() -> None:
+        if main:
+            files = {str(x.relative_to(partial)): x.stat().st_size for x in partial.rglob("*") if x.is_file()}
+            (partial / "files.json").write_text(json.dumps(files))
+            _remove(target)
+            partial.rename(target)
+            keep = {target, checkpoint_path(output, (state["best"] or state)["step"])}
+            for path in set(output.glob("checkpoint-*")) - keep:
+                _remove(path)
+
+    if main:
+        for left in [*output.glob(".*.partial*"), *output.glob(".*.removed*")]:  # by a killed run
+            shutil.rmtree(left, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    together(write)
+    together(finish)
+    _forget_first_step(accelerator, state)
+
+
+def _forget_first_step(accelerator: Accelerator, state: dict) -> None:
+    # Reading or loading the state of an unused optimizer under FSDP2 makes one step, which Adam's correction counts.
+    if state["step"] == 0:
+        for optimizer in accelerator._optimizers:
+            optimizer.optimizer.state.clear()
+
+
+def load_checkpoint(accelerator: Accelerator, path: Path, rows=None) -> dict:
+    """Restores what `save_checkpoint` wrote and returns its `state`. Raises: ValueError if it does not fit the run."""
+    try:
+        # Frozen weights are not in it. DeepSpeed has an option of its own for that.
+        accelerator.load_state(str(path), **({} if accelerator.distributed_type == "DEEPSPEED" else {"strict": False}))
+        if rows is not None:
+            rows.load_state_dict(json.loads((path / f"data_{accelerator.process_index}.json").read_text()))
+        state = json.loads((path / "state.json").read_text())
+        _forget_first_step(accelerator, state)
+        return state
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"checkpoint {path} cannot be loaded into this run: {error}") from error
