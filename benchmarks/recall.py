@@ -85,8 +85,8 @@ def train(model: PreTrainedModel, options: argparse.Namespace, seed: int) -> flo
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--vocabulary", type=int, default=64, help="keys, and as many values (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=32, help="keys, and as many values (default %(default)s)")
     parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--head-dim", type=int, default=8)
     parser.add_argument("--feature-map", default="softmax")
