@@ -31,13 +31,14 @@ conformance: install
 	$(BIN)/python tests/conformance.py
 
 bench: install
-	$(BIN)/python benchmarks/ops.py --device cpu
+	$(BIN)/python benchmarks/ops.py --device cpu --threads 2
 	$(BIN)/python benchmarks/accuracy.py
 
-# On a GPU machine, with its own Python environment: make bench-gpu BIN=$$(dirname $$(which python))
-bench-gpu:
-	$(BIN)/python -m pytest tests/test_ops.py -k cuda
-	$(BIN)/python benchmarks/ops.py --device cuda
+# On a GPU machine; with its own Python environment: make bench-gpu BIN=$$(dirname $$(which python)) -o install
+bench-gpu: install
+	$(BIN)/pip install -q matplotlib flash-linear-attention
+	$(BIN)/python -m pytest tests/test_ops.py -k backends
+	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16
 
 style: install
 	$(BIN)/ruff check --fix .
