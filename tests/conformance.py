@@ -21,7 +21,6 @@ import transformers
 FOLDER = Path("out/conformance") / transformers.__version__
 EXCEPTIONS = {
     "test_generation_tester_mixin_inheritance": "asks for GenerationTesterMixin, which the distribution lacks",
-    "test_tp_plan_matches_params": "the plan names the HLA parameters of every setting, a model has those of its own",
 }
 PURE_EXCEPTIONS = {  # of models without softmax layers
     "test_can_set_attention_dynamically": "no layer has another attention implementation to set",
