@@ -261,7 +261,7 @@ class HLAModelMixin:
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = _cache_of(model_kwargs)
-        if cache is not None:
+        if cache is not None and self.base_model.hla_config._attn_implementation == "hla":
             use_hla_layers(cache, self.config.hla_layer_ids)
             if generation_config.is_assistant:
                 cache.activate_past_recording()

@@ -380,3 +380,17 @@ def test_auto_classes_need_no_trust_with_the_package(architecture, tmp_path):
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is CAUSAL_LM_CLASSES[architecture]
     assert type(AutoModel.from_pretrained(tmp_path)) is MODEL_CLASSES[architecture]
     assert AutoConfig.from_pretrained(tmp_path).vocab_size == SIZES["vocab_size"]
+
+
+@pytest.mark.parametrize("mode", ["windowed", "mixed"])
+def test_generating_as_the_base_model(mode):
+    base = tiny_base()
+    prompt, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    expected = base.generate(prompt, **options)
+    model = hla_hf.to_hla(base, **MODES[mode])
+    hla = model.generate(prompt, **options)
+    with hla_hf.softmax_attention(model):
+        assert torch.equal(model.generate(prompt, **options), expected)
+    assert torch.equal(model.generate(prompt, **options), hla)
