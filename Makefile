@@ -13,7 +13,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q -e ".[dev]" $(PIN)
 	touch $@
 
-.PHONY: install demo test test-slow test-oldest style quality clean
+.PHONY: install demo test test-slow test-oldest conformance bench bench-gpu style quality clean
 install: $(VENV)/.installed
 
 test: install
@@ -25,6 +25,20 @@ test-slow: install
 # The oldest Transformers that pyproject.toml declares, in an environment of its own.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest PIN="transformers==$(OLDEST)"
+
+# Transformers' own model tests, fetched from the package index, against our classes.
+conformance: install
+	$(BIN)/python tests/conformance.py
+
+bench: install
+	$(BIN)/python benchmarks/ops.py --device cpu --threads 2
+	$(BIN)/python benchmarks/accuracy.py
+
+# On a GPU machine; with its own Python environment: make bench-gpu BIN=$$(dirname $$(which python)) -o install
+bench-gpu: install
+	$(BIN)/pip install -q matplotlib flash-linear-attention
+	$(BIN)/python -m pytest tests/test_ops.py -k backends
+	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16
 
 style: install
 	$(BIN)/ruff check --fix .

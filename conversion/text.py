@@ -7,7 +7,7 @@ import torch
 from datasets import load_dataset
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -77,7 +77,7 @@ class _TokenCounter(BaseStreamer):
 
 
 def sample_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_rows: int, length: int, batch_size: int = 32
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_rows: int, length: int, batch_size: int = 48
 ) -> Tensor:
     """`num_rows` rows of `length` tokens that the model samples from its own BOS and, every other row, from the start
     of a user turn of its chat template, `[N, length]`. Documents end and begin again within a row as the model has it.
@@ -87,17 +87,20 @@ def sample_tokens(
     if tokenizer.chat_template:
         chat = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False)
         prompts.append(tokenizer(chat.split("\0")[0], add_special_tokens=False).input_ids)
-    rows = []
+    longest = max(map(len, prompts))
+    rows: list[Tensor] = []
+    defaults, model.generation_config = model.generation_config, GenerationConfig()  # no EOS: rows are full
     with tqdm(total=num_rows * length, desc="sampling text from the base model", unit="token") as progress:
-        for i, prompt in enumerate(prompts):
-            count = len(range(i, num_rows, len(prompts)))
-            for start in range(0, count, batch_size):
-                inputs = torch.tensor([prompt] * min(batch_size, count - start), device=model.device)
-                rows.append(
-                    model.generate(
-                        inputs, attention_mask=torch.ones_like(inputs), do_sample=True, temperature=1.0, top_k=0,
-                        top_p=1.0, max_length=length, eos_token_id=-1, pad_token_id=bos,
-                        streamer=_TokenCounter(progress),
-                    ).cpu()
-                )  # fmt: skip
-    return torch.cat(rows)
+        while len(rows) < num_rows:
+            batch = [prompts[i % len(prompts)] for i in range(len(rows), min(num_rows, len(rows) + batch_size))]
+            padding = [longest - len(prompt) for prompt in batch]
+            ids = torch.tensor([[bos] * n + prompt for n, prompt in zip(padding, batch, strict=True)])
+            mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
+            sampled = model.generate(
+                ids.to(model.device), attention_mask=mask.to(model.device), do_sample=True, temperature=1.0, top_k=0,
+                top_p=1.0, max_length=length + longest - 1, pad_token_id=bos,
+                streamer=_TokenCounter(progress),
+            ).cpu()  # fmt: skip
+            rows += [row[n : n + length] for n, row in zip(padding, sampled, strict=True)]
+    model.generation_config = defaults
+    return torch.stack(rows)

@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .cache_hla import HLACacheLayer, cache_nbytes, new_cache, use_hla_layers
 from .configuration_hla import ARCHITECTURES, CONFIG_CLASSES
 from .modeling_hla import CAUSAL_LM_CLASSES, MODEL_CLASSES, softmax_attention, to_hla, to_softmax
-from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, windowed_attention
+from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, hla3_published, windowed_attention
 
 
 __version__ = "0.1.0"
@@ -18,6 +18,7 @@ __all__ = [
     "feature_map",
     "hla2",
     "hla3",
+    "hla3_published",
     "new_cache",
     "softmax_attention",
     "to_hla",

@@ -40,8 +40,6 @@ ARCHITECTURES = (
     "mixtral",  # mixture of experts: only its attention changes
     "qwen3_moe",  # mixture of experts
 )
-# Per head or per key-value head, heads first, so that tensor parallelism splits them as it splits the heads.
-HLA_PARAMETERS = ("q_map", "k_map", "gate", "value_mix", "key_mix", "decay_logit")
 NORMALIZERS = ("none", "mass", "count", "rms")
 ACCUMULATORS = ("query", "key", "softmax_query")
 
@@ -163,10 +161,8 @@ def base_class_names(model_type: str) -> tuple[str, str, str]:
 
 def _config_class(model_type: str) -> type:
     base = getattr(transformers, base_class_names(model_type)[0])
-    plan = {f"layers.*.self_attn.hla.{name}": "hla_heads" for name in HLA_PARAMETERS}
     attributes = {
         "model_type": f"hla_{model_type}",
-        "base_model_tp_plan": base.base_model_tp_plan and base.base_model_tp_plan | plan,
         "_auto_class": "AutoConfig",  # saving copies this file, so that the directory loads without the package
         "__module__": __name__,
         "__doc__": f"[`{base.__name__}`] with HLA layers.\n{HLAConfigMixin.__doc__}",

@@ -235,6 +235,12 @@ class HLAModelMixin:
             attention.__class__ = _attention_class(type(attention))
             attention.config = decoder.hla_config
             attention.add_hla_parameters(like=next(attention.parameters()))
+        names = {
+            name for module in decoder.modules() if isinstance(module, HLAParameters) for name in module._parameters
+        }
+        for model, prefix in {decoder: "", self: "" if self is decoder else f"{self.base_model_prefix}."}.items():
+            if model._tp_plan:
+                model._tp_plan |= {f"{prefix}layers.*.self_attn.hla.{name}": "hla_heads" for name in names}
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -255,7 +261,7 @@ class HLAModelMixin:
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = _cache_of(model_kwargs)
-        if cache is not None:
+        if cache is not None and self.base_model.hla_config._attn_implementation == "hla":
             use_hla_layers(cache, self.config.hla_layer_ids)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
@@ -475,6 +481,7 @@ def to_softmax(model: PreTrainedModel) -> PreTrainedModel:
     bases = {hla: base for base, hla in _HLA_CLASSES.items()}
     for module in {decoder, model}:
         module.__class__ = bases[type(module)]
+        module._tp_plan = {name: style for name, style in (module._tp_plan or {}).items() if style != "hla_heads"}
     del decoder.hla_config, decoder.softmax_implementation
     return model
 

@@ -18,6 +18,7 @@ over the window and the first tokens ("sinks") under one normaliser.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -133,7 +134,12 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, weights: _Weights | None, sta
 
     groups = (rows, state_heads, heads // state_heads, length, -1)
     scores = (q @ k.mT).view(groups)
-    scores = scores.tril_() if weights is None else scores * weights.between[:, :, None]
+    if weights is None:
+        scores = (
+            scores.tril() if scores.requires_grad else scores.tril_()
+        )  # in place, a view's gradient is copied thrice
+    else:
+        scores = scores * weights.between[:, :, None]
     out = scores.flatten(2, 3) @ v
     update = (k if weights is None else k * weights.to_end[..., None]).mT @ v
     past, state = _chunk_states(update, weights, state, chunks)
@@ -161,9 +167,46 @@ def _chunk_states(update: Tensor, weights: _Weights | None, state: Tensor | None
     return torch.stack(states[:-1], 1).flatten(0, 1), states[-1]
 
 
+# ---- which code evaluates the primitive ----------------------------------------
+
+BACKEND = "auto"  # or "torch", or "fla": the kernels of flash-linear-attention, wherever the tensors are
+
+
+@cache
+def _fla_kernels() -> tuple[Callable, Callable] | None:
+    """The primitive over a chunked sequence and token by token, if flash-linear-attention is installed."""
+    try:
+        from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+    except ImportError:
+        return None
+    return chunk_simple_gla, fused_recurrent_simple_gla
+
+
+def _use_fla(q: Tensor) -> bool:
+    if BACKEND == "auto":
+        return q.is_cuda and not torch.compiler.is_compiling() and _fla_kernels() is not None
+    return BACKEND == "fla"
+
+
+def _attend_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None, form: str):
+    """`_attend_block` over a whole sequence, by a kernel. log_decay None or `[B or 1, heads, T or 1]`."""
+    heads, length = q.shape[1:3]
+    state_heads = max(k.shape[1], v.shape[1], 1 if log_decay is None else log_decay.shape[1])
+    q, k, v = (_repeat_heads(x, max(heads, state_heads)).transpose(1, 2).contiguous() for x in (q, k, v))
+    if log_decay is not None:
+        log_decay = _repeat_heads(log_decay, q.shape[2]).expand(q.shape[0], -1, length).transpose(1, 2).contiguous()
+    state = None if state is None else _repeat_heads(state, q.shape[2]).contiguous()
+    kernel = _fla_kernels()[form == "recurrent"]
+    out, state = kernel(q, k, v, g=log_decay, scale=1.0, initial_state=state, output_final_state=True)
+    return out.transpose(1, 2), state[:, :: q.shape[2] // state_heads]
+
+
 # ---- a sequence as blocks of chunks ----------------------------------------
 
-BLOCK_NUMEL = 2**18  # of q in one block: its products stay in the cache of a CPU core
+
+def _chunks_per_block(q: Tensor, chunk_size: int) -> int:
+    """So many that what a block computes stays in the cache of a CPU, or fills a GPU."""
+    return max(1, (2**24 if q.is_cuda else 2**18) // q[:, :, :chunk_size].numel())
 
 
 class _Block(NamedTuple):
@@ -592,8 +635,13 @@ def _run(
             out, states = _scan(operator, features, decays, runs, initial_state, chunk_size, settings)
         return (finish(out), tuple(states)) if return_state else finish(out)
 
-    chunks = max(1, BLOCK_NUMEL // (q[:, :, :chunk_size].numel()))
-    blocks = _blocks_of(q.shape[2], *((1, 1) if form == "recurrent" else (chunk_size, chunks)))
+    use_fla = q.shape[2] > 1 and runs is None and _use_fla(q)
+    if use_fla:
+        blocks = [_Block(0, 1, q.shape[2])]
+    else:
+        blocks = _blocks_of(
+            q.shape[2], *((1, 1) if form == "recurrent" else (chunk_size, _chunks_per_block(q, chunk_size)))
+        )
     pieces = zip(*(_split(x, blocks, 2) for x in (q, k, v, e)), _split(attention_mask, blocks, 1), strict=True)
     pieces, decays = list(pieces), list(zip(*(_split(x, blocks, 2) for x in decays), strict=True))
 
@@ -601,10 +649,13 @@ def _run(
         block, states = blocks[i], list(states)
         with _no_autocast(q):
             features, decay = prepare(*pieces[i], decays[i])
-            weights = _block_weights(decay, block, runs)
+            weights = None if use_fla else _block_weights(decay, block, runs)
 
             def attend(i, q, k, v):
-                out, states[i] = _attend_block(q, k, v, weights[i], states[i], block.chunks)
+                if use_fla:
+                    out, states[i] = _attend_fla(q, k, v, decay[i], states[i], form)
+                else:
+                    out, states[i] = _attend_block(q, k, v, weights[i], states[i], block.chunks)
                 return out
 
             out = stack(attend, *(_fold(x, block.chunks) for x in features), **settings)
@@ -798,7 +849,7 @@ def windowed_attention(
         new = (_gather_tokens(x, source).unflatten(2, (-1, num_sinks)) for x in (k, v))
         return [torch.where(old, x[:, :, None], y) for x, y in zip(old_sinks, new, strict=True)]
 
-    blocks = _blocks_of(length, chunk_size, max(1, BLOCK_NUMEL // q[:, :, :chunk_size].numel()))
+    blocks = _blocks_of(length, chunk_size, _chunks_per_block(q, chunk_size))
     pieces = list(zip(*(_split(x, blocks, 2) for x in (q, k, v)), strict=True))
     decays = list(zip(*(_split(x, blocks, 2) for x in decays), strict=True))
     sinks = sinks_of(starts[:, :1]) if num_sinks and runs is None else None
@@ -856,7 +907,7 @@ def windowed_attention(
             scores = (near_q @ near_k.mT).unflatten(2, (-1, size))
             if softcap is not None:
                 scores = softcap * (scores / softcap).tanh()
-            near = scores.masked_fill_(~visible[:, None, None], -torch.inf).softmax(-1)
+            near = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
             largest = near.amax(-1).flatten(1, 2)[..., None]  # 1 / sum of exp(s - m)
             near = (near.flatten(2, 3) @ near_v).view(-1, heads, size, value_dim)
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import transformers
-from tiny import CACHE, MODES, positions, stepwise_logits, tiny_base, tiny_model, tokens
+from tiny import ARCHITECTURES, CACHE, MODES, positions, stepwise_logits, tiny_base, tiny_model, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
@@ -79,8 +79,10 @@ def test_decoding_with_and_without_cache(model, prompt, decoding):
     assert torch.equal(*outputs) and outputs[0].shape[1] > 26
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("architecture", hla_hf.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture, dtype",
+    [*((a, torch.float32) for a in hla_hf.ARCHITECTURES), *((a, torch.bfloat16) for a in ARCHITECTURES)],
+)
 def test_scores_of_every_step_are_the_cache_free_logits(architecture, dtype, mode, prompt):
     model = tiny_model(architecture, dtype=dtype, **MODES[mode])
     out = generate(model, prompt, return_dict_in_generate=True, output_scores=True, output_hidden_states=True)

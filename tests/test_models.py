@@ -89,14 +89,20 @@ def test_padding_changes_nothing_at_real_tokens(architecture, mode):
     model, real = tiny_model(architecture, **MODES[mode]), tokens(1, 20)
     with torch.no_grad():
         expected = model(real).logits[0]
-        places = {"left": [*range(7, 27)], "right": [*range(20)], "interior": [*range(3), *range(6, 14), *range(18, 27)]}
+        places = {
+            "left": [*range(7, 27)],
+            "right": [*range(20)],
+            "interior": [*range(3), *range(6, 14), *range(18, 27)],
+        }
         for where, place in places.items():
             ids, mask = tokens(1, 27, seed=1), torch.zeros(1, 27, dtype=torch.long)
             ids[0, place], mask[0, place] = real[0], 1
             position_ids = positions(mask)
             for batch in (1, 2):  # a batch of one is masked too
                 out = model(
-                    ids.repeat(batch, 1), attention_mask=mask.repeat(batch, 1), position_ids=position_ids.repeat(batch, 1)
+                    ids.repeat(batch, 1),
+                    attention_mask=mask.repeat(batch, 1),
+                    position_ids=position_ids.repeat(batch, 1),
                 ).logits[0]
                 assert_close(out[place], expected, msg=lambda m, w=where: f"{w}: {m}", **CLOSE)
             out = stepwise_logits(model, ids, (5, 1, 14, 7), mask)[0][0]  # the mask of a cached step covers the past
@@ -305,7 +311,10 @@ def test_loading_options_leave_nothing_uninitialised(load, tmp_path):
 def test_tied_embeddings_stay_tied(tmp_path):
     model = tiny_model(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
-    for loaded in (hla_hf.HLALlamaForCausalLM.from_pretrained(tmp_path), hla_hf.to_hla(tiny_base(tie_word_embeddings=True))):
+    for loaded in (
+        hla_hf.HLALlamaForCausalLM.from_pretrained(tmp_path),
+        hla_hf.to_hla(tiny_base(tie_word_embeddings=True)),
+    ):
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
@@ -371,3 +380,17 @@ def test_auto_classes_need_no_trust_with_the_package(architecture, tmp_path):
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is CAUSAL_LM_CLASSES[architecture]
     assert type(AutoModel.from_pretrained(tmp_path)) is MODEL_CLASSES[architecture]
     assert AutoConfig.from_pretrained(tmp_path).vocab_size == SIZES["vocab_size"]
+
+
+@pytest.mark.parametrize("mode", ["windowed", "mixed"])
+def test_generating_as_the_base_model(mode):
+    base = tiny_base()
+    prompt, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    expected = base.generate(prompt, **options)
+    model = hla_hf.to_hla(base, **MODES[mode])
+    hla = model.generate(prompt, **options)
+    with hla_hf.softmax_attention(model):
+        assert torch.equal(model.generate(prompt, **options), expected)
+    assert torch.equal(model.generate(prompt, **options), hla)

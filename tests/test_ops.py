@@ -1,6 +1,7 @@
 """The operators against their literal definitions (reference.py), forward and backward."""
 
 import math
+import os
 from itertools import pairwise
 
 import pytest
@@ -690,6 +691,44 @@ def test_extreme_norms_and_length(name, size, dtype):
     assert fits or dtype == torch.float16
     if fits:
         assert all(x.isfinite().all() for x in grads)
+
+
+# ---- backends ----------------------------------------
+
+GPU = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.skipif(
+    GPU == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU, or Triton's interpreter"
+)
+@pytest.mark.parametrize("backend", ["torch", "fla"])
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+@pytest.mark.parametrize("decay", [None, "head", "kv_token"])
+@pytest.mark.parametrize("name", [*OPERATORS, "hla3_published"])
+def test_backends(name, decay, form, backend, monkeypatch):
+    if backend == "fla":
+        pytest.importorskip("fla.ops.simple_gla")
+    if decay and name == "hla3_published":
+        pytest.skip("has no decay")
+    function = OPERATORS.get(name, hla3_published)
+    q, k, v = make_inputs(length=70, dim=16, value_dim=16, dtype=torch.float32)
+    log_decay = make_decay(decay, "linear", length=70)
+    decays = {} if log_decay is None else {"log_decay": log_decay}
+    inputs = tensors_of(q, k, v)
+    monkeypatch.setattr(ops_hla, "BACKEND", "torch")
+    expected, end = function(*(x.double() for x in inputs), **decays, form=form, return_state=True, normalize=True)
+    first = [x[:, :, :66].to(GPU) for x in (q, k, v)]
+    last = [x[:, :, 66:].to(GPU) for x in (q, k, v)]
+    halves = [{}, {}] if not decays else [{"log_decay": log_decay}] * 2
+    if decay == "kv_token":
+        halves = [{"log_decay": x} for x in (log_decay[..., :66], log_decay[..., 66:])]
+    monkeypatch.setattr(ops_hla, "BACKEND", backend)
+    out, state = function(*first, **halves[0], form=form, return_state=True, normalize=True)
+    rest, state = function(*last, **halves[1], form=form, return_state=True, normalize=True, initial_state=state)
+    precision = 1e-5 if GPU == "cpu" or backend == "torch" else 5e-3  # the kernels' products are TF32
+    assert_same_function(torch.cat([out, rest], 2).cpu(), expected, inputs, precision)
+    for a, b in zip(state, end, strict=True):
+        assert_close(a.cpu(), b, precision)
 
 
 # ---- feature maps and bad input ----------------------------------------

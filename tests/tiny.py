@@ -93,7 +93,9 @@ def stepwise_logits(model, ids, steps, mask=None, cache=None):
     logits, start = [], 0
     for length in steps:
         end = start + length
-        padding = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
+        padding = (
+            {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
+        )
         output = model(ids[:, start:end], use_cache=True, **padding, **{CACHE: cache})
         logits.append(output.logits)
         cache, start = cache_of(output), end
