@@ -441,6 +441,24 @@ def test_a_run_trains_what_it_says_and_leaves_a_complete_model(files, tmp_path, 
         )
 
 
+@pytest.mark.parametrize("model_type", ["phi3", "gemma2", "qwen3_moe"])
+def test_other_architectures(files, tokenizer, tmp_path, model_type):  # noqa: F811
+    """A fused projection, local layers that keep their softmax, a mixture of experts."""
+    base = make_base(tokenizer, tmp_path / "base", model_type)
+    model = to_hla(base, hla_window=4, hla_num_sinks=1, hla_chunk_size=16)
+    model.save_pretrained(tmp_path / "hla")
+    tokenizer.save_pretrained(tmp_path / "hla")
+    fields = {"model": tmp_path / "hla", "kl_weight": 1, "load_best": False, "learning_rate": 1e-2}
+    train(files, tmp_path / "out", **fields)
+    ids = torch.arange(3, 43)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()(ids).logits
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter").eval()
+    torch.testing.assert_close(adapted(ids).logits, merged, atol=1e-4, rtol=1e-3)
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()(ids).logits
+    with torch.no_grad(), finetune.as_base_model(adapted):
+        assert torch.equal(adapted(ids).logits, original)
+
+
 def test_distillation_lowers_the_held_out_kl_and_the_best_is_exported(files, tmp_path):
     fields = {
         "kl_weight": 1,

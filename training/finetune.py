@@ -399,7 +399,8 @@ def _run(recipe: Recipe, at_exit: ExitStack) -> None:
             state["eval"].append({"step": state["step"]} | result)
             accelerator.log({f"eval/{k}": v for k, v in result.items()}, step=state["step"])
             accelerator.print(f"step {state['step']}: " + ", ".join(f"{k} {v:.4g}" for k, v in result.items()))
-            if state["best"] is None or result["loss"] < state["best"]["loss"]:
+            best = state["best"]
+            if best is None or (math.isfinite(result["loss"]) and not best["loss"] <= result["loss"]):
                 state["best"] = {"step": state["step"], "loss": result["loss"]}
         save_checkpoint(accelerator, output, state, rows)
 

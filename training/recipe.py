@@ -37,7 +37,7 @@ class Recipe:
     lora_rank: int = _option(16, "rank of the adapters")
     lora_alpha: float | None = _option(None, "scale of the adapters times rank; default 2 * rank")
     lora_dropout: float = _option(0.0, "dropout before the adapters")
-    lora_targets: list[str] | None = _option(None, "modules with adapters; default: the HLA layers' projections")
+    lora_targets: list[str] | None = _option(None, "modules with adapters; default: the attention's projections")
 
     data: list[str] = _option([], "training text: files, directories, datasets NAME or NAME:CONFIG (required)")
     eval_data: list[str] | None = _option(None, "held-out text, as data; default: the first eval_rows rows of data")
