@@ -247,17 +247,25 @@ def _unfold(x: Tensor, chunks: int) -> Tensor:
     return x if chunks == 1 else x.unflatten(0, (-1, chunks)).transpose(1, 2).flatten(2, 3)
 
 
-def _run_blocks(step: Callable, count: int, state: Sequence, recompute: bool) -> tuple[Tensor, Sequence]:
+def _run_blocks(step: Callable, blocks: list[_Block], state: Sequence, recompute: bool) -> tuple[Tensor, Sequence]:
     """Concatenates `out, state = step(i, state)`. With `recompute`, what the backward pass keeps of a step is its
     inputs: the step is run again there."""
-    outs = []
-    for i in range(count):
-        if recompute and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    eager = not torch.compiler.is_compiling()
+    outs, whole = [], None
+    for i, block in enumerate(blocks):
+        if recompute and torch.is_grad_enabled() and eager:
             out, state = checkpoint(step, i, state, use_reentrant=False, preserve_rng_state=False)
         else:
             out, state = step(i, state)
-        outs.append(out)
-    return outs[0] if count == 1 else torch.cat(outs, 2), state
+        if len(blocks) == 1:
+            return out, state
+        if torch.is_grad_enabled() or not eager:
+            outs.append(out)
+        else:  # written at once, so that the next block finds this one's memory still in the cache
+            if whole is None:
+                whole = out.new_empty(*out.shape[:2], blocks[-1].start + blocks[-1].length, out.shape[3])
+            whole[:, :, block.start : block.start + block.length] = out
+    return torch.cat(outs, 2) if whole is None else whole, state
 
 
 def _document_runs(segment_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
@@ -662,7 +670,7 @@ def _run(
             return finish(_unfold(out, block.chunks)), states
 
     states = [None] * passes if initial_state is None else initial_state
-    out, states = _run_blocks(step, len(blocks), states, recompute=form == "chunk")
+    out, states = _run_blocks(step, blocks, states, recompute=form == "chunk")
     return (out, tuple(states)) if return_state else out
 
 
@@ -929,7 +937,7 @@ def windowed_attention(
             out = join(attend(passes - 1, far_q, far_k, far_v))
         return _unfold(out, chunks).to(v.dtype), [*buffers, *states]
 
-    out, state = _run_blocks(step, len(blocks), [*buffers, *states], recompute=length > 1)
+    out, state = _run_blocks(step, blocks, [*buffers, *states], recompute=length > 1)
     if attention_mask is not None:
         out = _gather_tokens(out, order.argsort(1)).masked_fill(attention_mask[:, None, :, None] == 0, 0)
     if not return_state:
