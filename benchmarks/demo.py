@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     options = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=True)
     hla = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True).eval()
     print(f"\nloaded {type(hla).__module__}.{type(hla).__name__}\n\n> {options.prompt}")
     chat = tokenizer.apply_chat_template(
