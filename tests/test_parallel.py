@@ -27,6 +27,8 @@ ids, logits = torch.load(expected)
 out = model(ids).logits
 out = out.full_tensor() if hasattr(out, "full_tensor") else out
 torch.testing.assert_close(out, logits, atol=1e-4, rtol=1e-4)
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
