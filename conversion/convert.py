@@ -145,17 +145,24 @@ def load_base(
 
 
 @contextmanager
-def new_directory(output: Path) -> Iterator[Path]:
-    """A directory to write, beside `output` and renamed to it at the end: `output` is complete or does not exist."""
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+def written_beside(target: Path) -> Iterator[Path]:
+    """Yields a new directory, which becomes `target`, replacing it, if the block ends without an error."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
         yield partial
-        if output.exists():
-            output.rmdir()
-        partial.rename(output)
+        remove(target)
+        partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Deletes a directory if it exists."""
+    if path.exists():  # renamed first: what is half deleted must not look complete
+        removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
+        path.rename(removed)
+        shutil.rmtree(removed)
 
 
 def model_card(report: dict) -> str:
@@ -284,7 +291,7 @@ def convert(options: argparse.Namespace) -> dict:
         "layers": [layer.layer_idx for layer in hla_layers(model)],
         "layer_losses": layer_losses,
     }
-    with new_directory(output) as directory:
+    with written_beside(output) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         (directory / "conversion.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -303,7 +310,7 @@ def convert_back(options: argparse.Namespace) -> None:
     except Exception as error:
         raise ValueError(f"SOURCE {options.source!r} cannot be read: {error}") from error
     to_softmax(model)
-    with new_directory(output) as directory:
+    with written_beside(output) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 

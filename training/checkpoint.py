@@ -1,15 +1,14 @@
 """Checkpoints of a run that are complete or do not exist: written beside, then renamed, with a list of their files."""
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+
+from conversion.convert import remove
 
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # what the writers raise on a full disk
@@ -17,26 +16,6 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # what the writers rais
 
 class RunStopped(RuntimeError):
     """The run cannot go on; the message names what to continue from."""
-
-
-@contextmanager
-def written_beside(target: Path) -> Iterator[Path]:
-    """Yields a new directory, which becomes `target`, replacing it, if the block ends without an error."""
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        _remove(target)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove(path: Path) -> None:
-    if path.exists():  # renamed first: what is half deleted must not look complete
-        removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
-        path.rename(removed)
-        shutil.rmtree(removed)
 
 
 def checkpoint_path(output: Path, step: int) -> Path:
@@ -107,11 +86,11 @@ def save_checkpoint(accelerator: Accelerator, output: Path, state: dict, rows) -
         if main:
             files = {str(x.relative_to(partial)): x.stat().st_size for x in partial.rglob("*") if x.is_file()}
             (partial / "files.json").write_text(json.dumps(files))
-            _remove(target)
+            remove(target)
             partial.rename(target)
             keep = {target, checkpoint_path(output, (state["best"] or state)["step"])}
             for path in set(output.glob("checkpoint-*")) - keep:
-                _remove(path)
+                remove(path)
 
     if main:
         for left in [*output.glob(".*.partial*"), *output.glob(".*.removed*")]:  # by a killed run

@@ -43,6 +43,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
+from conversion.convert import written_beside
 from conversion.transfer import hla_layers, hla_parameters
 from hla_hf import softmax_attention
 
@@ -53,7 +54,6 @@ from .checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
-    written_beside,
 )
 from .context_parallel import context_parallel
 from .data import Batch, ShuffledRows, StreamedRows, as_batch, packed_rows
