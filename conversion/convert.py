@@ -213,6 +213,12 @@ def held_out_rows(rows: int) -> int:
     return max(2, rows // 10)
 
 
+def without_folder(argument: str) -> str:
+    """A path without the folders of this machine, which a published model card should not tell; else as it is."""
+    path = Path(argument)
+    return path.name if path.exists() or path.parent.is_dir() else argument
+
+
 def convert(options: argparse.Namespace) -> dict:
     """Runs the conversion and returns its report.
 
@@ -276,12 +282,16 @@ def convert(options: argparse.Namespace) -> dict:
         print("evaluating after training", flush=True)
     evaluation = f"KL and agreement: {held_out_tokens.numel()} held-out tokens of the same text"
     if base:
-        evaluation += f"; perplexity: {eval_tokens.numel()} tokens of {options.eval_file}, context {options.eval_len}"
+        name = without_folder(options.eval_file)
+        evaluation += f"; perplexity: {eval_tokens.numel()} tokens of {name}, context {options.eval_len}"
+    text = "text that the base model sampled"
+    if options.data != ["self"]:
+        text = ", ".join(map(without_folder, options.data))
     report = {
         "name": output.name,
-        "source": options.source,
-        "command": "python -m conversion.convert " + shlex.join(sys.argv[1:]),
-        "text": f"{training.numel()} tokens of {', '.join(options.data)}",
+        "source": without_folder(options.source),
+        "command": "python -m conversion.convert " + shlex.join(map(without_folder, sys.argv[1:])),
+        "text": f"{training.numel()} tokens of {text}",
         "evaluation": evaluation,
         "hla": hla,
         "steps": options.steps,
