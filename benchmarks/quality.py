@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 from serving import measure
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hla_hf  # noqa: F401  registers the HLA architectures
 from conversion.convert import load_base
-from conversion.evaluate import token_losses
+from conversion.evaluate import divergence, mean_over_rows, token_losses
 from conversion.text import read_tokens
 from conversion.transfer import hla_parameters
 
@@ -76,12 +75,11 @@ def passkey(
 @torch.no_grad()
 def agreement(model: PreTrainedModel, base: PreTrainedModel, rows: Tensor) -> dict[str, float]:
     """KL from the base in nats per token and share of equal top-1 tokens, over rows `[N, T]`."""
-    kl, top1 = [], []
+    results = []
     for row in rows.split(1):
-        p, q = (m(row.to(m.device), use_cache=False).logits[0].float().log_softmax(-1) for m in (base, model))
-        kl.append(F.kl_div(q, p, reduction="batchmean", log_target=True).item())
-        top1.append((p.argmax(-1) == q.argmax(-1)).float().mean().item())
-    return {"kl": sum(kl) / len(kl), "top1": sum(top1) / len(top1)}
+        logits = (m(row.to(m.device), use_cache=False).logits[0].float() for m in (base, model))
+        results.append(divergence(*(x.log_softmax(-1) for x in logits)))
+    return mean_over_rows(results)
 
 
 def main() -> None:

@@ -12,18 +12,29 @@ def _log_probs(model: PreTrainedModel, row: Tensor) -> Tensor:
     return model(row[None].to(model.device), use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
+def divergence(base: Tensor, other: Tensor) -> dict[str, float]:
+    """Of log-probabilities `[T, V]`: `kl` from base to other, nats per token; `top1`, share of equal top-1 tokens."""
+    return {
+        "kl": F.kl_div(other, base, reduction="batchmean", log_target=True).item(),
+        "top1": (base.argmax(-1) == other.argmax(-1)).float().mean().item(),
+    }
+
+
+def mean_over_rows(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each measure over rows of equal length."""
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
 @torch.no_grad()
 def agreement_with_base(model: PreTrainedModel, tokens: Tensor) -> dict[str, float]:
     """On rows `tokens [N, T]`: `kl` (base to HLA, nats per token) and `top1` (share of positions where both have the
     same most likely next token). The base is the same weights with softmax attention."""
-    kl, top1 = [], []
+    rows = []
     for row in tokens:
         with softmax_attention(model):
             base = _log_probs(model, row)
-        hla = _log_probs(model, row)
-        kl.append(F.kl_div(hla, base, reduction="batchmean", log_target=True).item())
-        top1.append((hla.argmax(-1) == base.argmax(-1)).float().mean().item())
-    return {"kl": sum(kl) / len(kl), "top1": sum(top1) / len(top1)}
+        rows.append(divergence(base, _log_probs(model, row)))
+    return mean_over_rows(rows)
 
 
 @torch.no_grad()

@@ -90,17 +90,19 @@ def sample_tokens(
     longest = max(map(len, prompts))
     rows: list[Tensor] = []
     defaults, model.generation_config = model.generation_config, GenerationConfig()  # no EOS: rows are full
-    with tqdm(total=num_rows * length, desc="sampling text from the base model", unit="token") as progress:
-        while len(rows) < num_rows:
-            batch = [prompts[i % len(prompts)] for i in range(len(rows), min(num_rows, len(rows) + batch_size))]
-            padding = [longest - len(prompt) for prompt in batch]
-            ids = torch.tensor([[bos] * n + prompt for n, prompt in zip(padding, batch, strict=True)])
-            mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
-            sampled = model.generate(
-                ids.to(model.device), attention_mask=mask.to(model.device), do_sample=True, temperature=1.0, top_k=0,
-                top_p=1.0, max_length=length + longest - 1, pad_token_id=bos,
-                streamer=_TokenCounter(progress),
-            ).cpu()  # fmt: skip
-            rows += [row[n : n + length] for n, row in zip(padding, sampled, strict=True)]
-    model.generation_config = defaults
+    try:
+        with tqdm(total=num_rows * length, desc="sampling text from the base model", unit="token") as progress:
+            while len(rows) < num_rows:
+                batch = [prompts[i % len(prompts)] for i in range(len(rows), min(num_rows, len(rows) + batch_size))]
+                padding = [longest - len(prompt) for prompt in batch]
+                ids = torch.tensor([[bos] * n + prompt for n, prompt in zip(padding, batch, strict=True)])
+                mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
+                sampled = model.generate(
+                    ids.to(model.device), attention_mask=mask.to(model.device), do_sample=True, temperature=1.0,
+                    top_k=0, top_p=1.0, max_length=length + longest - 1, pad_token_id=bos,
+                    streamer=_TokenCounter(progress),
+                ).cpu()  # fmt: skip
+                rows += [row[n : n + length] for n, row in zip(padding, sampled, strict=True)]
+    finally:
+        model.generation_config = defaults
     return torch.stack(rows)
