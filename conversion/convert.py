@@ -30,6 +30,7 @@ from hla_hf import ARCHITECTURES, softmax_attention, to_hla, to_softmax
 from hla_hf.configuration_hla import HLAConfigMixin
 
 from .evaluate import agreement_with_base, perplexity
+from .keep import keep_softmax, layer_costs
 from .text import read_tokens, sample_tokens
 from .transfer import Interrupted, hla_layers, hla_parameters, transfer_attention
 
@@ -49,6 +50,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2, help="rows per step (default %(default)s)")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens per row (default %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="peak of one cycle (default %(default)s)")
+    parser.add_argument(
+        "--keep-softmax", type=_layers_to_keep, default=0, metavar="auto:K",
+        help="keep softmax attention, and its cache, in the K layers that cost most when they alone are HLA: the KL to "
+        "the base on held-out text and on a second reading of it; --hla-layers names the HLA layers instead",
+    )  # fmt: skip
     parser.add_argument("--eval-file", metavar="FILE", help="text on which perplexity is reported before and after")
     parser.add_argument("--eval-tokens", type=int, default=6144, help="tokens of it to use (default %(default)s)")
     parser.add_argument("--eval-len", type=int, default=1024, help="context of its rows (default %(default)s)")
@@ -71,6 +77,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     return options
+
+
+def _layers_to_keep(text: str) -> int:
+    kind, _, count = text.partition(":")
+    if kind != "auto" or not count.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be auto:K, K a number of layers, got {text!r}")
+    return int(count)
 
 
 def _number_or_text(text: str) -> int | float | str:
@@ -244,6 +257,10 @@ def convert(options: argparse.Namespace) -> dict:
     model, tokenizer = load_base(options.source, options.dtype, options.device, options.dequantize)
     to_hla(model, **hla)
     dtype = model.dtype
+    if options.keep_softmax >= len(hla_layers(model)) and options.keep_softmax:
+        raise ValueError(
+            f"--keep-softmax auto:{options.keep_softmax} leaves none of {len(hla_layers(model))} HLA layers"
+        )
     tokens = interrupted["tokens"] if interrupted else prepare_text(options, model, tokenizer)
     held_out = held_out_rows(len(tokens) * 10 // 11)
     training, held_out_tokens = tokens[:-held_out], tokens[-held_out:]
@@ -279,6 +296,14 @@ def convert(options: argparse.Namespace) -> dict:
             raise
         for parameter in hla_parameters(model).values():
             parameter.data = parameter.data.to(dtype)
+    layers, costs = [layer.layer_idx for layer in hla_layers(model)], []
+    if options.keep_softmax:
+        costs = layer_costs(model, held_out_tokens[:2]).tolist()
+        kept = sorted(range(len(layers)), key=lambda i: -sum(costs[i]))[: options.keep_softmax]
+        keep_softmax(model, [layers[i] for i in kept])
+        hla["hla_layers"] = model.config.hla_layers
+    is_changed = bool(options.steps or options.keep_softmax)
+    if is_changed:
         print("evaluating after training", flush=True)
     evaluation = f"KL and agreement: {held_out_tokens.numel()} held-out tokens of the same text"
     if base:
@@ -297,9 +322,10 @@ def convert(options: argparse.Namespace) -> dict:
         "steps": options.steps,
         "base": base,
         "before": before,
-        "after": measure() if options.steps else before,
-        "layers": [layer.layer_idx for layer in hla_layers(model)],
+        "after": measure() if is_changed else before,
+        "layers": layers,
         "layer_losses": layer_losses,
+        "layer_costs": costs,
     }
     with written_beside(output) as directory:
         model.save_pretrained(directory)
@@ -344,6 +370,13 @@ def main(arguments: list[str] | None = None) -> None:
         print("\nlayer   normalised error of its attention output")
         for layer, loss in zip(report["layers"], report["layer_losses"], strict=True):
             print(f"{layer:5}   {loss:.4f}")
+    if report["layer_costs"]:
+        print("\nlayer   KL when it alone is HLA: on text, on a second reading of it")
+        for layer, costs in zip(report["layers"], report["layer_costs"], strict=True):
+            print(
+                f"{layer:5}   {costs[0]:.5f}  {costs[1]:.5f}"
+                + ("" if layer in report["hla"]["hla_layers"] else "  kept")
+            )
     print(f"\n{'':14}{'before':>10}{'after':>10}{'base':>10}")
     for key in report["after"]:
         values = (report["before"][key], report["after"][key], report["base"].get(key))

@@ -6,9 +6,7 @@ so all layers train from one pass and only one layer's activations are ever held
 """
 
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AttentionInterface, PreTrainedModel
 
 from hla_hf import softmax_attention
-from hla_hf.modeling_hla import HLAAttention
+from hla_hf.modeling_hla import HLAAttention, base_functions
 
 
 def hla_layers(model: PreTrainedModel) -> list[HLAAttention]:
@@ -37,19 +35,25 @@ def normalized_error(out: Tensor, target: Tensor) -> Tensor:
 
 def softmax_function(attention: nn.Module, implementation: str) -> Callable:
     """The attention function of an attention module: a registered one, or `eager`, which is in the model's own file."""
-    base = next(cls for cls in type(attention).__mro__ if cls.__module__.startswith("transformers."))
-    return AttentionInterface().get_interface(
-        implementation, vars(sys.modules[base.__module__])["eager_attention_forward"]
-    )
+    return AttentionInterface().get_interface(implementation, base_functions(attention)["eager_attention_forward"])
 
 
-@contextmanager
-def _attention_function(name: str, function: Callable, model: PreTrainedModel) -> Iterator[None]:
-    """Within this context the HLA layers of a model in softmax form call `function`."""
-    AttentionInterface.register(name, function)
-    with softmax_attention(model):
-        model.base_model.hla_config._attn_implementation = name
-        yield
+def visit_attention(
+    model: PreTrainedModel, input_ids: Tensor, visit: Callable[[HLAAttention, Tensor, Tensor, Tensor, Tensor], None]
+) -> None:
+    """Runs `model` as its base model on `input_ids [B, T]` without padding and calls `visit(attention, q, k, v, out)`
+    in every HLA layer: q, k and v as `attention.mix` takes them, out `[B, H, T, d]` of softmax attention."""
+
+    def attention(module, query, key, value, attention_mask, hla_rotation=None, **kwargs):
+        softmax = softmax_function(module, model.base_model.softmax_implementation)
+        out, weights = softmax(module, query, key, value, attention_mask, **kwargs)
+        visit(module, *module.with_unrotated(query, key, hla_rotation), value, out.transpose(1, 2))
+        return out, weights
+
+    AttentionInterface.register("hla_transfer", attention)
+    with torch.no_grad(), softmax_attention(model):
+        model.base_model.hla_config._attn_implementation = "hla_transfer"
+        model.base_model(input_ids, use_cache=False)
 
 
 def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = False) -> Tensor:
@@ -59,19 +63,14 @@ def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = Fal
     """
     losses = {}
 
-    def attention(module, query, key, value, attention_mask, **kwargs):
-        softmax = softmax_function(module, model.base_model.softmax_implementation)
-        target, weights = softmax(module, query, key, value, attention_mask, **kwargs)
+    def visit(module, q, k, v, target):
         with torch.set_grad_enabled(backward):
-            out, _ = module.mix(query, key, value, None, None)
-            loss = normalized_error(out.transpose(1, 2), target)
+            loss = normalized_error(module.mix(q, k, v, None, None)[0], target)
         if backward:
             loss.backward()
         losses[module.layer_idx] = loss.detach()
-        return target, weights
 
-    with torch.no_grad(), _attention_function("hla_transfer", attention, model):
-        model.base_model(input_ids, use_cache=False)
+    visit_attention(model, input_ids, visit)
     return torch.stack([losses[module.layer_idx] for module in hla_layers(model)])
 
 

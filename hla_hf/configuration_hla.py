@@ -54,8 +54,8 @@ class HLAConfigMixin:
             `linear` (first order), `ahla`, `hla2` (second order) or `hla3` (third order).
         hla_feature_map (`str`, defaults to `"hedgehog"`):
             The features of queries and keys: `identity`, `softmax`, `elu`, `relu`, or `hedgehog`, a learned map per
-            head followed by the softmax of +x and of -x. Queries of `identity`, `elu` and `relu` are also multiplied
-            by the attention scale.
+            head followed by the softmax of +x and of -x, times a learned size exp(m . x). Queries of `identity`,
+            `elu` and `relu` are also multiplied by the attention scale.
         hla_normalizer (`str`, defaults to `"mass"`):
             What the output is divided by: `mass` (the operator's row mass), `count` (the number of tokens so far),
             `rms` (its root mean square per head), or `none`. With a window it is `mass`.

@@ -57,13 +57,16 @@ def hla_attention_forward(
     hla_mask=None,
     hla_cache=None,
     hla_segment_ids=None,
+    hla_rotation=None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function "hla": q `[B, H, T, d]`, k and v `[B, Hkv, T, d]` as softmax attention takes them.
 
     `hla_mask` is the `[B, T]` padding mask of these T tokens (None: no padding), `hla_cache` this layer's cache,
-    `hla_segment_ids` `[B, T]` the documents of a packed batch (None: one per row).
+    `hla_segment_ids` `[B, T]` the documents of a packed batch (None: one per row), `hla_rotation` the cos and sin by
+    which q and k were rotated.
     """
+    query, key = module.with_unrotated(query, key, hla_rotation)
     if hla_cache is None:
         out, _ = module.mix(query, key, value, hla_mask, None, hla_segment_ids)
     else:
@@ -72,6 +75,12 @@ def hla_attention_forward(
 
 
 AttentionInterface.register("hla", hla_attention_forward)
+
+
+def base_functions(attention: nn.Module) -> dict:
+    """What the file of Transformers defines that has the architecture of an attention module."""
+    base = next(cls for cls in type(attention).__mro__ if cls.__module__.startswith("transformers."))
+    return vars(sys.modules[base.__module__])
 
 
 class HLAParameters(nn.Module):
@@ -84,15 +93,15 @@ class HLAParameters(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Feature maps start as the identity, mixes as 0 (first order), decays as 1 - 2^-5 to 1 - 2^-12."""
+        """Feature maps start as the identity, sizes as 1, mixes as 0 (first order), decays as 1 - 2^-5 to 1 - 2^-12."""
         for name, parameter in self.named_parameters():
             if name in ("q_map", "k_map"):
                 init.copy_(parameter, torch.eye(parameter.shape[-1]).expand(parameter.shape))
             elif name == "decay_logit":
                 init.copy_(parameter, torch.linspace(5, 12, parameter.numel()) * math.log(2))
             elif name == "gate":
-                # Measured on SmolLM2-135M: untrained maps in a pretrained model disturb it least near e^-4.
-                init.constant_(parameter, -4.0)
+                # Measured on SmolLM2-135M: untrained maps in a pretrained model disturb it least near e^-1.
+                init.constant_(parameter, -1.0)
             else:
                 init.zeros_(parameter)
 
@@ -126,6 +135,7 @@ class HLAAttention:
         shapes = {}
         if config.hla_feature_map == "hedgehog":
             shapes |= {"q_map": (heads, dim, dim), "k_map": (kv_heads, dim, dim)}
+            shapes |= {"q_size": (heads, dim), "k_size": (kv_heads, dim)}
         if config.hla_window > 0:
             shapes["gate"] = (heads,)  # log g: the weight of what lies beyond the window
             if config.hla_operator in ("ahla", "hla3"):
@@ -141,7 +151,24 @@ class HLAAttention:
         cache = _cache_of(kwargs)
         if cache is not None and self.config._attn_implementation == "hla":
             kwargs["hla_cache"] = cache.layers[self.layer_idx]
+        if self.config._attn_implementation.startswith("hla"):
+            kwargs["hla_rotation"] = kwargs["position_embeddings"]
         return super().forward(*args, **kwargs)
+
+    def with_unrotated(self, q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What `mix` takes: q and k, if there is a window followed by what they were before their rotation.
+
+        The far part has its order from the window: its features see no position, so none that is new to them.
+        """
+        if self.config.hla_window == 0:
+            return q, k
+        unrotated = q, k
+        if getattr(self, "use_rope", True):
+            cos, sin = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in rotation)
+            energy = cos.square() + sin.square()  # 1, or more where the rotation also scales
+            rotate = base_functions(self)["apply_rotary_pos_emb"]
+            unrotated = (x.to(q.dtype) for x in rotate(q, k, cos / energy, -sin / energy))
+        return tuple(torch.cat(pair, -1) for pair in zip((q, k), unrotated, strict=True))
 
     def mix(
         self,
@@ -152,23 +179,31 @@ class HLAAttention:
         state: tuple[Tensor, ...] | None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Out `[B, H, T, d]` and the new state: the number of real tokens seen, then what the operator remembers."""
+        """Out `[B, H, T, d]` and the new state: the number of real tokens seen, then what the operator remembers.
+
+        q and k are those of `with_unrotated`.
+        """
         config = self.config
+        near_dim = self.head_dim if config.hla_window > 0 else 0
         operator, name = config.hla_operator, config.hla_feature_map
         scale = self.scaling
         feature_scale = scale if name in ("identity", "elu", "relu") else 1.0
 
         def query_map(q):
-            return feature_map(name, q, self.hla.get("q_map")) * feature_scale
+            return feature_map(name, q[..., near_dim:], self.hla.get("q_map"), self.hla.get("q_size")) * feature_scale
 
         def key_map(k):
-            return feature_map(name, k, self.hla.get("k_map"))
+            return feature_map(name, k[..., near_dim:], self.hla.get("k_map"), self.hla.get("k_size"))
 
         if config.hla_decay == "learned":
             log_decay = nn.functional.logsigmoid(self.hla.get("decay_logit").float())
         else:
             log_decay = None if config.hla_decay is None else math.log(config.hla_decay)
-        accumulators = {"query": query_map, "key": None, "softmax_query": lambda q: (q * scale).softmax(-1)}
+        accumulators = {
+            "query": query_map,
+            "key": None,
+            "softmax_query": lambda q: (q[..., near_dim:] * scale).softmax(-1),
+        }
         accumulator = accumulators[config.hla_accumulator]
         second_order = {}
         if operator in ("hla2", "hla3"):
@@ -177,7 +212,7 @@ class HLAAttention:
 
         if config.hla_window > 0:
             return windowed_attention(
-                q, k, v, window=config.hla_window, num_sinks=config.hla_num_sinks, operator=operator,
+                q, k, v, near_dim=near_dim, window=config.hla_window, num_sinks=config.hla_num_sinks, operator=operator,
                 query_map=query_map, key_map=key_map, accumulator_map=accumulator,
                 gate=self.hla.get("gate").float().exp(),
                 value_mix=self.hla.get("value_mix").float() if operator in ("ahla", "hla3") else 1.0,

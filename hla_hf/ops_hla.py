@@ -31,19 +31,21 @@ FORMS = ("dense", "recurrent", "chunk", "scan")
 OPERATORS = ("linear", "ahla", "hla2", "hla3")
 FEATURE_MAPS = ("identity", "softmax", "elu", "relu", "hedgehog")
 EPS = 1e-6
+MAX_LOG_SIZE = 8.0
 
 Decay = None | float | Tensor
 State = tuple[Tensor, ...]
 
 
-def feature_map(name: str, x: Tensor, weight: Tensor | None = None) -> Tensor:
+def feature_map(name: str, x: Tensor, weight: Tensor | None = None, size: Tensor | None = None) -> Tensor:
     """The features phi(x) of queries or keys.
 
     Args:
         name: one of `identity`, `softmax` (over head_dim), `elu` (elu(x) + 1), `relu`, or `hedgehog`: softmax of
-            +y and of -y, y = x @ weight per head (Zhang et al., arXiv 2402.04347), computed in fp32.
+            +y and of -y, y = x @ weight per head (Zhang et al., arXiv 2402.04347), computed in fp32. With `size` they
+            are multiplied by exp(x . size), as softmax alone would give every key the same weight.
         x: `[B, H, T, d]`.
-        weight: `[H, d, f]`, for `hedgehog` only.
+        weight, size: `[H, d, f]` and `[H, d]`, for `hedgehog` only.
     Returns: `[B, H, T, d]`, or `[B, H, T, 2 f]` for `hedgehog`.
     """
     if name == "identity":
@@ -56,7 +58,11 @@ def feature_map(name: str, x: Tensor, weight: Tensor | None = None) -> Tensor:
         return x.relu()
     if name == "hedgehog":
         y = (x @ weight.to(x.dtype)).to(_compute_dtype(x))
-        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+        features = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+        if size is None:
+            return features
+        log_size = (x @ size.to(x.dtype)[..., None]).to(features.dtype)
+        return features * log_size.clamp(-MAX_LOG_SIZE, MAX_LOG_SIZE).exp()
     raise ValueError(f"feature map {name!r} is unknown; it must be one of {FEATURE_MAPS}")
 
 
@@ -776,22 +782,25 @@ def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, num_sinks: int = 0, operator: str = "linear",
     query_map: Callable[[Tensor], Tensor], key_map: Callable[[Tensor], Tensor], gate: Tensor,
     accumulator_map: Callable[[Tensor], Tensor] | None = None, coefficient: float | Tensor = 1.0, ridge: float = 0.0,
-    value_mix: float | Tensor = 1.0, scale: float | None = None, softcap: float | None = None,
-    log_decay: Decay | Sequence[Decay] = None, attention_mask: Tensor | None = None,
+    value_mix: float | Tensor = 1.0, near_dim: int | None = None, scale: float | None = None,
+    softcap: float | None = None, log_decay: Decay | Sequence[Decay] = None, attention_mask: Tensor | None = None,
     segment_ids: Tensor | None = None, initial_state: State | None = None, return_state: bool = False,
     chunk_size: int = 64,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Softmax over the last `window` and the first `num_sinks` real tokens, HLA over all others, one normaliser:
 
-        out_t = (sum_near exp(s_tj - m_t) v_j + g sum_far (phi(q_t) . u_j) w_j) / (the same sums with v = w = 1)
+        out_t = (sum_near exp(s_tj - m_t) v_j + g n_t^(-1/2) sum_far (phi(q_t) . u_j) w_j) / (the same with v = w = 1)
 
-    s = scale q . k and m_t is the largest s_tj of the near tokens. What lies beyond the window is the operator on keys
-    and values delayed by `window` tokens: u = phi(k) for `linear` and `ahla`, else
+    s = scale q . k, m_t is the largest s_tj of the near tokens and n_t the number of far ones: the mass that softmax
+    attention gives to those grows much more slowly than a sum over them. What lies beyond the window is the operator on
+    keys and values delayed by `window` tokens: u = phi(k) for `linear` and `ahla`, else
     u = coefficient LA(e, phi(k), phi(k)) + ridge e; w = v for `linear` and `hla2`, else
     w = (1 - value_mix) v + value_mix r, r being this attention's own first-order output.
 
     Args:
         q, k, v: `[B, H, T, d]`, `[B, Hkv, T, d]`, `[B, Hkv, T, dv]`, as softmax attention takes them.
+        near_dim: softmax takes the first `near_dim` entries of q and k only (default: all), the maps take all, so that
+            the far part can be given what softmax does not see, such as q and k before their rotation.
         query_map, key_map: phi for q and for k, `[B, H, T, d] -> [B, H, T, f]`.
         accumulator_map: e as a function of q, for `hla2` and `hla3`; None takes e = phi(k).
         gate: g, one per query head, `[H]`.
@@ -814,7 +823,9 @@ def windowed_attention(
     decays = _as_decays(log_decay, passes, q, k)
     batch, heads, length, head_dim = q.shape
     kv_heads, value_dim, dtype = k.shape[1], v.shape[-1], _compute_dtype(q)
-    scale = head_dim**-0.5 if scale is None else scale
+    near_dim = head_dim if near_dim is None else near_dim
+    _check(1 <= near_dim <= head_dim, f"near_dim must be in 1..{head_dim}, the size of q and k, got {near_dim}")
+    scale = near_dim**-0.5 if scale is None else scale
     gate, value_mix = _of_heads(gate.to(dtype), heads), _of_heads(value_mix, heads)
     index = torch.arange(length, device=q.device)
     runs = _document_runs(segment_ids, attention_mask)
@@ -832,7 +843,7 @@ def windowed_attention(
 
     if initial_state is None:
         seen = torch.zeros(batch, dtype=torch.long, device=q.device)
-        old_sinks = [x.new_zeros(batch, x.shape[1], num_sinks, x.shape[3]) for x in (k, v)]
+        old_sinks = [x.new_zeros(batch, kv_heads, num_sinks, x.shape[3]) for x in (k[..., :near_dim], v)]
         buffers = [x.new_zeros(batch, x.shape[1], window, x.shape[3]) for x in ([k, v, q] if buffers_q else [k, v])]
         if has_r:
             buffers.insert(2, q.new_zeros(batch, heads, window, value_dim, dtype=dtype))
@@ -854,7 +865,7 @@ def windowed_attention(
         source = starts[..., None] + torch.arange(num_sinks, device=q.device)
         old = (source < 0)[:, None, ..., None]
         source = source.clamp(0, length - 1).flatten(1)
-        new = (_gather_tokens(x, source).unflatten(2, (-1, num_sinks)) for x in (k, v))
+        new = (_gather_tokens(x, source).unflatten(2, (-1, num_sinks)) for x in (k[..., :near_dim], v))
         return [torch.where(old, x[:, :, None], y) for x, y in zip(old_sinks, new, strict=True)]
 
     blocks = _blocks_of(length, chunk_size, _chunks_per_block(q, chunk_size))
@@ -884,6 +895,7 @@ def windowed_attention(
         slots_k, slots_v = delayed(0, k), delayed(1, v)
         slots_q = delayed(2 + has_r, q) if buffers_q else None
         place = places[:, part].reshape(-1, size)  # [N, C], N = B * chunks
+        far_count = (place - (window + num_sinks - 1)).clamp(min=1)[:, None, :, None]
         far = place >= window + num_sinks
         if is_real is not None:
             far = far & is_real[:, part].reshape(-1, size)
@@ -892,7 +904,9 @@ def windowed_attention(
         # near: sinks that have left the window, then the window of each token, as one product
         distance = torch.arange(size, device=q.device)[:, None] + window - torch.arange(window + size, device=q.device)
         visible = (distance >= 0) & (distance < window) & (distance <= place[..., None])
-        near_k, near_v = (x.unfold(2, window + size, size).permute(0, 2, 1, 4, 3) for x in (slots_k, slots_v))
+        near_k, near_v = (
+            x.unfold(2, window + size, size).permute(0, 2, 1, 4, 3) for x in (slots_k[..., :near_dim], slots_v)
+        )
         if num_sinks:
             visible = torch.cat([torch.arange(num_sinks, device=q.device) <= place[..., None] - window, visible], -1)
             block_sinks = sinks_of(starts[:, part][:, ::size]) if sinks is None else sinks
@@ -901,7 +915,7 @@ def windowed_attention(
                 for x, y in zip(block_sinks, (near_k, near_v), strict=True)
             )
         near_k, near_v = (x.flatten(0, 1).to(dtype) for x in (near_k, near_v))
-        near_q = fold(q.to(dtype) * scale).reshape(near_k.shape[0], kv_heads, -1, head_dim)
+        near_q = fold(q[..., :near_dim].to(dtype) * scale).reshape(near_k.shape[0], kv_heads, -1, near_dim)
         far_q, far_k = (fold(x.to(dtype)) for x in (query_map(q), key_map(slots_k[:, :, : block.length])))
         far_k = far_k.masked_fill(~far, 0)
         far_v = pad(fold(slots_v[:, :, : block.length].to(dtype)), (0, 1), value=1.0).masked_fill(~far, 0)
@@ -917,6 +931,7 @@ def windowed_attention(
                 scores = softcap * (scores / softcap).tanh()
             near = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
             largest = near.amax(-1).flatten(1, 2)[..., None]  # 1 / sum of exp(s - m)
+            far_weight = gate * largest * far_count.to(dtype).rsqrt()
             near = (near.flatten(2, 3) @ near_v).view(-1, heads, size, value_dim)
 
             def attend(i, q, k, v):
@@ -924,7 +939,7 @@ def windowed_attention(
                 return out
 
             def join(far):
-                far = gate * largest * far
+                far = far_weight * far
                 return safe_divide(near + far[..., :-1], 1 + far[..., -1:])
 
             if has_r:

@@ -84,6 +84,7 @@ def windowed(
             out[window:, : length - window] = D[window:, window:]
         return out
 
+    gate = gate / (t - (window + sinks - 1)).clamp(min=1).double().sqrt()
     s = (scale * q @ k.T).masked_fill(~near, -torch.inf)
     P = (s - s.amax(-1, keepdim=True)).exp()
 

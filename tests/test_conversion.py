@@ -241,6 +241,31 @@ def test_layer_losses_are_differentiated_to_every_new_parameter_and_no_other(bas
             assert p.grad is None, name
 
 
+def test_the_layers_that_cost_most_keep_softmax_attention(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.layers[1].self_attn.o_proj.weight.data.zero_()  # this layer's attention does nothing
+    model.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "base")
+    arguments = [str(tmp_path / "base"), "--output", str(tmp_path / "hla"), *FAST]
+    report = command.convert(command.parse_arguments([*arguments, "--keep-softmax", "auto:2"]))
+    language, recall = torch.tensor(report["layer_costs"]).T
+    assert report["layers"] == [0, 1, 2] and len(report["layer_losses"]) == 3
+    assert language[1] < 1e-6 and recall[1] < 1e-6 and (language[[0, 2]] > 1e-6).all() and (recall[[0, 2]] > 1e-6).all()
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
+    assert kept.config.hla_layers == [1] and report["after"]["kl"] < 1e-6 < report["before"]["kl"]
+
+    every_layer = command.convert(command.parse_arguments([*arguments[:2], str(tmp_path / "all"), *FAST]))
+    assert every_layer["layer_costs"] == [] and every_layer["layer_losses"] == report["layer_losses"]
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "all").model.layers[1].self_attn.hla.state_dict()
+    for name, p in kept.model.layers[1].self_attn.hla.state_dict().items():
+        assert torch.equal(p, trained[name]), name
+
+    with pytest.raises(ValueError, match="auto:3 leaves none of 3"):
+        command.convert(command.parse_arguments([*arguments[:2], str(tmp_path / "none"), "--keep-softmax", "auto:3"]))
+    with pytest.raises(SystemExit):
+        command.parse_arguments([*arguments, "--keep-softmax", "3"])
+
+
 def test_agreement_is_perfect_for_a_model_that_is_its_base(base):
     # A window longer than the text is softmax attention.
     model = to_hla(AutoModelForCausalLM.from_pretrained(base).eval(), hla_window=64)

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from tiny import (
+    ARCHITECTURE_SETTINGS,
     ARCHITECTURES,
     CACHE,
     MODES,
@@ -22,9 +23,10 @@ from tiny import (
     tokens,
 )
 from torch.testing import assert_close
+from transformers import AttentionInterface
 
 import hla_hf
-from hla_hf.modeling_hla import CAUSAL_LM_CLASSES, MODEL_CLASSES
+from hla_hf.modeling_hla import CAUSAL_LM_CLASSES, MODEL_CLASSES, base_functions, hla_attention_forward
 from hla_hf.ops_hla import FEATURE_MAPS
 
 
@@ -293,10 +295,45 @@ def test_a_base_checkpoint_loads_into_the_hla_class(architecture, tmp_path):
     assert not info["unexpected_keys"]
     maps = model.model.layers[0].self_attn.hla.q_map
     assert_close(maps.data, torch.eye(8).expand_as(maps))
-    assert all((layer.self_attn.hla.gate == -4).all() for layer in model.model.layers)
+    assert all((layer.self_attn.hla.gate == -1).all() for layer in model.model.layers)
     assert all((layer.self_attn.hla.value_mix == 0).all() for layer in model.model.layers)
     with torch.no_grad(), hla_hf.softmax_attention(model):
         assert torch.equal(model(tokens(1, 9)).logits, base(tokens(1, 9)).logits)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("architecture", hla_hf.ARCHITECTURES)
+def test_the_features_see_q_and_k_before_their_rotation(architecture, monkeypatch):
+    settings = {"num_hidden_layers": 3} | ARCHITECTURE_SETTINGS.get(architecture, {})
+    if architecture == "llama":
+        settings["rope_parameters"] = YARN  # a rotation that also scales
+    model = tiny_model(architecture, hla_window=8, **settings)
+    functions = base_functions(model.model.layers[0].self_attn)
+    original, before, seen = functions["apply_rotary_pos_emb"], {}, []
+
+    def rotate(q, k, cos, sin, **kwargs):
+        before["q, k"] = q, k
+        return original(q, k, cos, sin, **kwargs)
+
+    def attention(module, query, key, value, attention_mask, hla_rotation=None, **kwargs):
+        rotated = torch.equal(query, before["q, k"][0])
+        unrotated = before["q, k"] if getattr(module, "use_rope", True) else (query, key)
+        monkeypatch.setitem(functions, "apply_rotary_pos_emb", original)
+        q, k = module.with_unrotated(query, key, hla_rotation)
+        monkeypatch.setitem(functions, "apply_rotary_pos_emb", rotate)
+        assert torch.equal(q[..., :8], query) and torch.equal(k[..., :8], key)
+        assert_close(q[..., 8:], unrotated[0])
+        assert_close(k[..., 8:], unrotated[1])
+        seen.append(rotated)
+        return hla_attention_forward(module, query, key, value, attention_mask, hla_rotation=hla_rotation, **kwargs)
+
+    monkeypatch.setitem(functions, "apply_rotary_pos_emb", rotate)
+    AttentionInterface.register("hla_test", attention)
+    model.model.hla_config._attn_implementation = "hla_test"
+    model.model(tokens(1, 9), use_cache=False)
+    assert len(seen) == len(model.config.hla_layer_ids) and not any(seen)
 
 
 @pytest.mark.parametrize("load", ({"dtype": torch.bfloat16}, {"device_map": "cpu"}, {"dtype": "auto"}))

@@ -312,6 +312,23 @@ def test_windowed_attention(name, accumulator, decay):
         assert_same_function(out, expected, inputs)
 
 
+def test_windowed_near_dim():
+    q, k, v = make_inputs()
+    settings = windowed_settings("hla3", "query", None) | {"operator": "hla3"}
+    expected = windowed_attention(q, k, v, **WINDOWED, **settings)
+    more = [torch.cat([torch.randn_like(x), x], -1) for x in (q, k)]
+    dim = q.shape[-1]
+    maps = {name: lambda x: x[..., dim:].exp() for name in ("query_map", "key_map", "accumulator_map")}
+    swapped = [torch.cat([x[..., dim:], x[..., dim:]], -1) for x in more]
+    options = WINDOWED | settings | maps
+    assert_close(windowed_attention(*swapped, v, near_dim=dim, **options), expected)
+    out = windowed_attention(*more, v, near_dim=dim, **options)  # other scores, the same features
+    near_only = windowed_attention(*(x[..., :dim] for x in more), v, **(WINDOWED | settings | {"gate": torch.zeros(6)}))
+    far_off = windowed_attention(*more, v, near_dim=dim, **(options | {"gate": torch.zeros(6)}))
+    assert_close(far_off, near_only)
+    assert not torch.allclose(out, expected)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_windowed_lengths_and_heads(heads, length):
@@ -739,6 +756,10 @@ def test_feature_maps():
     weight = torch.randn(3, 6, 6)
     y = torch.einsum("bhtd,hdf->bhtf", x, weight)
     assert_close(feature_map("hedgehog", x, weight), torch.cat([y.softmax(-1), (-y).softmax(-1)], -1), 1e-6)
+    size = torch.randn(x.shape[1], x.shape[3])
+    expected = feature_map("hedgehog", x, weight) * (x * size[:, None]).sum(-1, keepdim=True).exp()
+    assert_close(feature_map("hedgehog", x, weight, size), expected, 1e-5)
+    assert feature_map("hedgehog", x, weight, size * 1e30).isfinite().all()
     assert torch.equal(feature_map("identity", x), x)
     assert torch.equal(feature_map("relu", x), x.clamp(min=0))
     assert_close(feature_map("elu", x), torch.where(x > 0, x + 1, x.exp()), 1e-6)

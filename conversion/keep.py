@@ -1,0 +1,60 @@
+"""Which layers lose most by becoming HLA, and keeping softmax attention in those."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from hla_hf import softmax_attention, to_hla, to_softmax
+from hla_hf.configuration_hla import HLAConfigMixin
+from hla_hf.modeling_hla import HLAAttention
+
+from .transfer import hla_layers, hla_parameters
+
+
+@contextmanager
+def only_hla_layer(model: PreTrainedModel, attention: HLAAttention) -> Iterator[None]:
+    """Within this context `attention` is HLA and every other layer of `model` has softmax attention."""
+    with softmax_attention(model):
+        before, attention.config = attention.config, copy.copy(attention.config)
+        attention.config._attn_implementation = "hla"
+        try:
+            yield
+        finally:
+            attention.config = before
+
+
+@torch.no_grad()
+def layer_costs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """What the model loses when one layer alone is HLA, for each HLA layer: `[L, 2]`, KL in nats per token.
+
+    Every row of `tokens [N, T]` is read twice over: the first column is the KL over its first reading, what is lost on
+    language, the second that over its second, what is lost on recall.
+    """
+    rows = torch.cat([tokens, tokens], 1).to(model.device)
+    layers, costs = hla_layers(model), []
+    for row in tqdm(rows, desc="ranking layers"):
+        with softmax_attention(model):
+            base = model(row[None], use_cache=False).logits[0].float().log_softmax(-1)
+        for attention in layers:
+            with only_hla_layer(model, attention):
+                other = model(row[None], use_cache=False).logits[0].float().log_softmax(-1)
+            kl = F.kl_div(other, base, reduction="none", log_target=True).sum(-1)
+            costs.append(torch.stack([half.mean() for half in kl.chunk(2)]).cpu())
+    return torch.stack(costs).unflatten(0, (len(rows), -1)).mean(0)
+
+
+def keep_softmax(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Gives some HLA layers of `model` their softmax attention back, in place; the others keep what they learned."""
+    settings = {field.name: getattr(model.config, field.name) for field in dataclasses.fields(HLAConfigMixin)}
+    settings["hla_layers"] = [i for i in model.config.hla_layer_ids if i not in layers]
+    parameters = hla_parameters(model)
+    to_hla(to_softmax(model), **settings)
+    for name, parameter in hla_parameters(model).items():
+        parameter.data = parameters[name].data
