@@ -26,7 +26,6 @@ from hla_hf import feature_map, to_hla
 
 
 POSITIONS = (128, 512, 1024, 2048, 4096)
-FIRST = {}
 VARIANTS = {
     "window only": {"steps": 0},
     # first order, one part after the other
@@ -34,7 +33,7 @@ VARIANTS = {
     "n^-1/2": {"rotated": True, "sizes": False},
     "unrotated": {"sizes": False, "exponent": 0.0},
     "unrotated, n^-1/2": {"sizes": False},
-    "unrotated, n^-1/2, sizes (the default)": FIRST,
+    "unrotated, n^-1/2, sizes (the default)": {},
     # around the default
     "n^0": {"exponent": 0.0},
     "n^-1": {"exponent": 1.0},
@@ -43,7 +42,6 @@ VARIANTS = {
     "decay per head, n^0": {"decay": True, "exponent": 0.0},
     "2 x 32 features": {"features": 32},
     "2 x 128 features": {"features": 128},
-    "2 x 256 features": {"features": 256},
     "key maps per query head": {"own_keys": True},
     "1 sink": {"sinks": 1},
     "16 sinks": {"sinks": 16},
@@ -59,7 +57,6 @@ VARIANTS = {
     "hla2, e = k, b per token": {"order": "hla2", "coefficient": "token"},
     "hla2, e = k, normalised at the end": {"order": "hla2", "per_pass": False},
     "hla2, e = q": {"order": "hla2", "e": "q"},
-    "hla2, e = q, normalised at the end": {"order": "hla2", "e": "q", "per_pass": False},
     "hla3, e = k": {"order": "hla3"},
     "hla3, e = q": {"order": "hla3", "e": "q"},
 }
@@ -93,7 +90,7 @@ class DenseLayer(nn.Module):
         rows, mixed = 2 * features, order in ("ahla", "hla3")
         self.state_size = rows * (dim + 1) * (heads if own_keys or order != "linear" else kv_heads)
         self.state_size += mixed * rows * (dim + 1) * key_heads + (order in ("hla2", "hla3")) * rows**2 * key_heads
-        self.state_size += window * dim * (kv_heads * (2 if rotated else 3) + heads * (mixed + (e == "q" and rows > 0)))
+        self.state_size += window * dim * (kv_heads * (2 if rotated else 3) + heads * (mixed + (e == "q")))
         self.state_size += sinks * dim * kv_heads * 2
 
     def coefficient(self, name: str, keys: Tensor) -> Tensor:

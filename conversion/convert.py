@@ -367,7 +367,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\n{error} of {options.steps}, which are saved; the same command with --resume goes on", file=sys.stderr)
         sys.exit(130)
     if report["layer_losses"]:
-        print("\nlayer   normalised error of its attention output")
+        print("\nlayer   normalised error of its output")
         for layer, loss in zip(report["layers"], report["layer_losses"], strict=True):
             print(f"{layer:5}   {loss:.4f}")
     if report["layer_costs"]:

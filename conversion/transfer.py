@@ -1,4 +1,5 @@
-"""Attention transfer: train the new parameters of every HLA layer to give that layer's softmax attention output.
+"""Attention transfer: train the new parameters of every HLA layer to give that layer's softmax attention output, as it
+arrives in the residual stream: after the output projection.
 
 The model runs once per batch as its base model (softmax attention, teacher-forced, no gradient). Inside each layer's
 attention function the HLA output is computed from the same q, k and v, and its error is differentiated there and then,
@@ -65,9 +66,10 @@ def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = Fal
 
     def visit(module, q, k, v, target):
         with torch.set_grad_enabled(backward):
-            loss = normalized_error(module.mix(q, k, v, None, None)[0], target)
+            out, _ = module.mix(q, k, v, None, None)
+            loss = normalized_error(*(module.o_proj(x.transpose(1, 2).flatten(2)) for x in (out, target)))
         if backward:
-            loss.backward()
+            loss.backward(inputs=[p for p in module.hla.parameters() if p.requires_grad])
         losses[module.layer_idx] = loss.detach()
 
     visit_attention(model, input_ids, visit)

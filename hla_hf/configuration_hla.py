@@ -50,7 +50,7 @@ class HLAConfigMixin:
     Fields of an HLA model beside those of its base architecture.
 
     Args:
-        hla_operator (`str`, defaults to `"ahla"`):
+        hla_operator (`str`, defaults to `"linear"`):
             `linear` (first order), `ahla`, `hla2` (second order) or `hla3` (third order).
         hla_feature_map (`str`, defaults to `"hedgehog"`):
             The features of queries and keys: `identity`, `softmax`, `elu`, `relu`, or `hedgehog`, a learned map per
@@ -80,7 +80,7 @@ class HLAConfigMixin:
             The first tokens that a token attends to by softmax, if there is a window.
     """
 
-    hla_operator: str = "ahla"
+    hla_operator: str = "linear"
     hla_feature_map: str = "hedgehog"
     hla_normalizer: str = "mass"
     hla_decay: int | float | str | None = None

@@ -134,8 +134,9 @@ class HLAAttention:
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, self.head_dim
         shapes = {}
         if config.hla_feature_map == "hedgehog":
-            shapes |= {"q_map": (heads, dim, dim), "k_map": (kv_heads, dim, dim)}
-            shapes |= {"q_size": (heads, dim), "k_size": (kv_heads, dim)}
+            shapes |= {"q_map": (heads, dim, dim), "k_map": (kv_heads, dim, dim), "k_size": (kv_heads, dim)}
+            if config.hla_window > 0:  # without one the size of a query cancels in its own mass
+                shapes["q_size"] = (heads, dim)
         if config.hla_window > 0:
             shapes["gate"] = (heads,)  # log g: the weight of what lies beyond the window
             if config.hla_operator in ("ahla", "hla3"):

@@ -52,7 +52,7 @@ ARCHITECTURE_SETTINGS = {
 
 
 def tiny_config(architecture="llama", **settings):
-    return CONFIG_CLASSES[architecture](**SIZES | {"hla_chunk_size": 16} | settings)
+    return CONFIG_CLASSES[architecture](**SIZES | {"hla_operator": "ahla", "hla_chunk_size": 16} | settings)
 
 
 def tiny_base(architecture="llama", **settings):
