@@ -47,6 +47,7 @@ VARIANTS = {
     "16 sinks": {"sinks": 16},
     "window 32": {"window": 32},
     "window 128": {"window": 128},
+    "window 256": {"window": 256},
     # higher orders
     "ahla, shared b": {"order": "ahla", "coefficient": "shared"},
     "ahla, b per head": {"order": "ahla"},

@@ -64,7 +64,8 @@ class HLAConfigMixin:
         hla_accumulator (`str`, defaults to `"query"`):
             For `hla2` and `hla3`, the features under which values are stored: `query` is the paper's e = phi(q);
             `key` takes u = phi(k) + b LA(phi(k), phi(k), phi(k)) with a learned b per key-value head that starts at
-            0: first order with a second-order correction of its keys; `softmax_query` is e = softmax(scale q).
+            0: first order with a second-order correction of its keys; `softmax_query` is e = softmax(scale q). With
+            a window the LA in u is divided by its own mass.
         hla_ridge (`float`, defaults to 0.0):
             lambda in u = LA(e, k, k) + lambda e, for `hla2` and `hla3`.
         hla_chunk_size (`int`, defaults to 64):

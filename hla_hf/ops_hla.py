@@ -326,9 +326,11 @@ def _linear(attend, q, k, v):
     return attend(0, q, k, v)
 
 
-def _accumulate(attend, e, k, coefficient, ridge):
-    """u = coefficient LA(e, k, k) + ridge e: the keys of the outer pass."""
-    u = attend(0, e, k, k)
+def _accumulate(attend, e, k, coefficient, ridge, normalize=False):
+    """u = coefficient LA(e, k, k) + ridge e: the keys of the outer pass; `normalize` divides LA by its own mass."""
+    u = attend(0, e, k, pad(k, (0, 1), value=1.0) if normalize else k)
+    if normalize:
+        u = safe_divide(u[..., :-1], u[..., -1:])
     if isinstance(coefficient, Tensor) or coefficient != 1:
         u = _of_heads(coefficient, u.shape[1]) * u
     return u + ridge * _repeat_heads(e, u.shape[1]) if ridge else u
@@ -794,7 +796,7 @@ def windowed_attention(
     s = scale q . k, m_t is the largest s_tj of the near tokens and n_t the number of far ones: the mass that softmax
     attention gives to those grows much more slowly than a sum over them. What lies beyond the window is the operator on
     keys and values delayed by `window` tokens: u = phi(k) for `linear` and `ahla`, else
-    u = coefficient LA(e, phi(k), phi(k)) + ridge e; w = v for `linear` and `hla2`, else
+    u = coefficient LA(e, phi(k), phi(k)) / LA(e, phi(k), 1) + ridge e; w = v for `linear` and `hla2`, else
     w = (1 - value_mix) v + value_mix r, r being this attention's own first-order output.
 
     Args:
@@ -948,7 +950,7 @@ def windowed_attention(
                 mixed = (1 - value_mix) * _repeat_heads(far_v[..., :-1], heads) + value_mix * r
                 far_v = pad(mixed, (0, 1), value=1.0).masked_fill(~far, 0)
             if has_u:
-                far_k = _accumulate(attend, far_e, far_k, coefficient, ridge)
+                far_k = _accumulate(attend, far_e, far_k, coefficient, ridge, normalize=True)
             out = join(attend(passes - 1, far_q, far_k, far_v))
         return _unfold(out, chunks).to(v.dtype), [*buffers, *states]
 

@@ -101,11 +101,8 @@ def windowed(
         n = length - window
         if n > 0:
             inner[:n, :n] = D[0][window:, window:]
-        u = (
-            coefficient
-            * ((e * stored) @ (phi_k * stored).T * torch.ones(length, length).double().tril() * inner)
-            @ (phi_k * stored)
-        )
+        inner = (e * stored) @ (phi_k * stored).T * torch.ones(length, length).double().tril() * inner
+        u = coefficient * (inner @ (phi_k * stored)) / inner.sum(-1, keepdim=True).clamp(min=1e-6)
         keys = u + ridge * e
     if name in ("ahla", "hla3"):
         r = attention(phi_k, v, D[passes - 2])

@@ -290,7 +290,9 @@ def test_a_cache_of_softmax_tokens_is_refused():
 def test_a_base_checkpoint_loads_into_the_hla_class(architecture, tmp_path):
     base = tiny_base(architecture)
     base.save_pretrained(tmp_path)
-    model, info = CAUSAL_LM_CLASSES[architecture].from_pretrained(tmp_path, output_loading_info=True)
+    model, info = CAUSAL_LM_CLASSES[architecture].from_pretrained(
+        tmp_path, hla_operator="ahla", output_loading_info=True
+    )
     assert info["missing_keys"] and all(".hla." in name for name in info["missing_keys"])
     assert not info["unexpected_keys"]
     maps = model.model.layers[0].self_attn.hla.q_map
