@@ -212,7 +212,7 @@ def tokenizer():
 
 def test_streamers(model, tokenizer, capsys):
     prompt = {"input_ids": tokens(1, 20)}
-    expected = tokenizer.decode(generate(model, prompt)[0, 20:])
+    expected = tokenizer.decode(generate(model, prompt)[0, 20:]).strip()
     generate(model, prompt, streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out.strip() == expected
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)

@@ -69,7 +69,8 @@ def test_gradients_of_a_packed_batch(mode, checkpointing):
         model.train()
     (model(**PACKINGS["position_ids"]).logits * weight).sum().backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-5)  # rotation in fp32
+        scale = expected[name].abs().max().item()  # rotation, and the eager softmax, in fp32
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6 * scale, rtol=0)
 
 
 @pytest.mark.parametrize("mode", ["windowed", "mixed"])
