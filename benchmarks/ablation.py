@@ -73,7 +73,7 @@ class DenseLayer(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.heads, self.kv_heads, self.dim, self.window, self.sinks = heads, kv_heads, dim, window, sinks
-        self.rotated, self.exponent, self.order, self.e, self.per_pass = rotated, exponent, order, e, per_pass
+        self.rotated, self.exponent, self.e, self.per_pass = rotated, exponent, e, per_pass
         features = features or dim
         key_heads = heads if own_keys else kv_heads
         self.q_map = nn.Parameter(torch.eye(dim, features).repeat(heads, 1, 1))
@@ -144,7 +144,7 @@ class DenseLayer(nn.Module):
         return (first + weights @ (b * first)) / (mass + weights @ (b * mass))
 
 
-def attention_inputs(model: PreTrainedModel, row: Tensor, layers: list[int]) -> dict[int, list[Tensor]]:
+def attention_inputs(model: PreTrainedModel, row: Tensor, layers: list[int]) -> dict[int, tuple[Tensor, ...]]:
     """q, k, v and the softmax output of some layers on `row [T]`."""
     inputs = {}
 
@@ -156,7 +156,7 @@ def attention_inputs(model: PreTrainedModel, row: Tensor, layers: list[int]) -> 
     return inputs
 
 
-def train(layer: nn.Module, rows: list[list[Tensor]], options: argparse.Namespace) -> None:
+def train(layer: nn.Module, rows: list[tuple[Tensor, ...]], options: argparse.Namespace) -> None:
     """One cycle of AdamW on the normalised error, as attention transfer does it."""
     optimizer = torch.optim.AdamW(layer.parameters(), lr=options.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)

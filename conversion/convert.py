@@ -257,10 +257,9 @@ def convert(options: argparse.Namespace) -> dict:
     model, tokenizer = load_base(options.source, options.dtype, options.device, options.dequantize)
     to_hla(model, **hla)
     dtype = model.dtype
-    if options.keep_softmax >= len(hla_layers(model)) and options.keep_softmax:
-        raise ValueError(
-            f"--keep-softmax auto:{options.keep_softmax} leaves none of {len(hla_layers(model))} HLA layers"
-        )
+    layers = [layer.layer_idx for layer in hla_layers(model)]
+    if options.keep_softmax and options.keep_softmax >= len(layers):
+        raise ValueError(f"--keep-softmax auto:{options.keep_softmax} leaves none of {len(layers)} HLA layers")
     tokens = interrupted["tokens"] if interrupted else prepare_text(options, model, tokenizer)
     held_out = held_out_rows(len(tokens) * 10 // 11)
     training, held_out_tokens = tokens[:-held_out], tokens[-held_out:]
@@ -280,7 +279,7 @@ def convert(options: argparse.Namespace) -> dict:
         with softmax_attention(model):
             base["perplexity"] = perplexity(model, eval_tokens)
     layer_losses = []
-    if options.steps and hla_layers(model):
+    if options.steps and layers:
         for parameter in hla_parameters(model).values():
             parameter.data = parameter.data.float()
         try:
@@ -296,7 +295,7 @@ def convert(options: argparse.Namespace) -> dict:
             raise
         for parameter in hla_parameters(model).values():
             parameter.data = parameter.data.to(dtype)
-    layers, costs = [layer.layer_idx for layer in hla_layers(model)], []
+    costs = []
     if options.keep_softmax:
         costs = layer_costs(model, held_out_tokens[:2]).tolist()
         kept = sorted(range(len(layers)), key=lambda i: -sum(costs[i]))[: options.keep_softmax]

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from hla_hf import softmax_attention
 
 
-def _log_probs(model: PreTrainedModel, row: Tensor) -> Tensor:
+def log_probs(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """Log-probabilities `[T - 1, V]` of the tokens after the first of `row [T]`."""
     return model(row[None].to(model.device), use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
@@ -32,15 +33,15 @@ def agreement_with_base(model: PreTrainedModel, tokens: Tensor) -> dict[str, flo
     rows = []
     for row in tokens:
         with softmax_attention(model):
-            base = _log_probs(model, row)
-        rows.append(divergence(base, _log_probs(model, row)))
+            base = log_probs(model, row)
+        rows.append(divergence(base, log_probs(model, row)))
     return mean_over_rows(rows)
 
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """The next-token losses of rows `tokens [N, T]`, each row a context of its own: `[N, T - 1]`."""
-    rows = [F.nll_loss(_log_probs(model, row), row[1:].to(model.device), reduction="none") for row in tokens]
+    rows = [F.nll_loss(log_probs(model, row), row[1:].to(model.device), reduction="none") for row in tokens]
     return torch.stack(rows).cpu()
 
 

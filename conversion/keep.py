@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -15,6 +14,7 @@ from hla_hf import softmax_attention, to_hla, to_softmax
 from hla_hf.configuration_hla import HLAConfigMixin
 from hla_hf.modeling_hla import HLAAttention
 
+from .evaluate import divergence, log_probs
 from .transfer import hla_layers, hla_parameters
 
 
@@ -37,17 +37,16 @@ def layer_costs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     Every row of `tokens [N, T]` is read twice over: the first column is the KL over its first reading, what is lost on
     language, the second that over its second, what is lost on recall.
     """
-    rows = torch.cat([tokens, tokens], 1).to(model.device)
+    rows = torch.cat([tokens, tokens], 1)
     layers, costs = hla_layers(model), []
     for row in tqdm(rows, desc="ranking layers"):
         with softmax_attention(model):
-            base = model(row[None], use_cache=False).logits[0].float().log_softmax(-1)
+            base = log_probs(model, row).chunk(2)
         for attention in layers:
             with only_hla_layer(model, attention):
-                other = model(row[None], use_cache=False).logits[0].float().log_softmax(-1)
-            kl = F.kl_div(other, base, reduction="none", log_target=True).sum(-1)
-            costs.append(torch.stack([half.mean() for half in kl.chunk(2)]).cpu())
-    return torch.stack(costs).unflatten(0, (len(rows), -1)).mean(0)
+                other = log_probs(model, row).chunk(2)
+            costs.append([divergence(*halves)["kl"] for halves in zip(base, other, strict=True)])
+    return torch.tensor(costs).unflatten(0, (len(rows), -1)).mean(0)
 
 
 def keep_softmax(model: PreTrainedModel, layers: Sequence[int]) -> None:

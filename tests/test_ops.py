@@ -279,7 +279,10 @@ def windowed_settings(name, accumulator, decay, heads=(6, 2)):
     }  # fmt: skip
 
 
-def windowed_definition(name, q, k, v, *, window=7, sinks=3, log_decay=None, accumulator_map=None, **settings):
+def windowed_definition(
+    name, q, k, v, *, window=7, sinks=3, near_dim=None, log_decay=None, accumulator_map=None, **settings
+):  # fmt: skip
+    near_dim = near_dim or q.shape[-1]
     heads = q.shape[1], k.shape[1]
     decays = log_decay if isinstance(log_decay, tuple) else (log_decay,) * PASSES[name]
     rows = []
@@ -289,8 +292,9 @@ def windowed_definition(name, q, k, v, *, window=7, sinks=3, log_decay=None, acc
             j = h // (heads[0] // heads[1])
             outputs.append(
                 reference.windowed(
-                    name, q[b, h], k[b, j], v[b, j], q[b, h].exp(), k[b, j].exp(), window=window, sinks=sinks,
-                    scale=q.shape[-1] ** -0.5, e=None if accumulator_map is None else q[b, h].exp(),
+                    name, q[b, h, :, :near_dim], k[b, j, :, :near_dim], v[b, j], q[b, h].exp(), k[b, j].exp(),
+                    window=window, sinks=sinks, scale=near_dim**-0.5,
+                    e=None if accumulator_map is None else q[b, h].exp(),
                     decays=[of_head(x, b, h, heads) for x in decays],
                     **{n: of_head(x, b, h, heads) for n, x in settings.items()},
                 )
@@ -327,6 +331,28 @@ def test_windowed_near_dim():
     far_off = windowed_attention(*more, v, near_dim=dim, **(options | {"gate": torch.zeros(6)}))
     assert_close(far_off, near_only)
     assert not torch.allclose(out, expected)
+
+
+@pytest.mark.parametrize("kind", [None, "left", "right", "interior"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_windowed_near_dim_by_definition(name, kind):
+    q, k, v = make_inputs()
+    settings = windowed_settings(name, "query", None) | {"near_dim": 3}
+    options, mask = settings | WINDOWED | {"operator": name, "chunk_size": 8}, make_mask(kind)
+    inputs = tensors_of(q, k, v, settings["gate"])
+    expected = torch.zeros_like(v).repeat_interleave(3, 1)
+    for b in range(2):
+        real = mask[b].bool()
+        expected[b, :, real] = windowed_definition(name, *(x[b : b + 1, :, real] for x in (q, k, v)), **settings)[0]
+    assert_same_function(windowed_attention(q, k, v, attention_mask=mask, **options), expected, inputs)
+    state, outputs = None, []
+    for part in (slice(0, 5), slice(5, 6), slice(6, 20), slice(20, 37)):
+        tokens = (x[:, :, part] for x in (q, k, v))
+        out, state = windowed_attention(
+            *tokens, attention_mask=mask[:, part], initial_state=state, return_state=True, **options
+        )
+        outputs.append(out)
+    assert_same_function(torch.cat(outputs, 2), expected, inputs)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
