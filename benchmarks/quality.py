@@ -30,6 +30,7 @@ POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 PASSKEY = "The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = "What is the pass key? The pass key is"
+SUBJECTS = ["base", "HLA", "window only"]
 
 
 @contextmanager
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--passkey-trials", type=int, default=1, help="per length and depth; 0 skips (default 1)")
     parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9])
     parser.add_argument("--serving-context", type=int, default=8192, help="for cache and speed; 0 skips")
+    parser.add_argument("--subjects", nargs="+", default=SUBJECTS, choices=SUBJECTS, help="all by default")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", help="JSON file")
     options = parser.parse_args()
@@ -104,10 +106,9 @@ def main() -> None:
         n: read_tokens([options.eval_file], tokenizer, max(1, options.eval_tokens // n), n) for n in options.contexts
     }
     results = {}
-    for name, subject, switch in (
-        ("base", base, nullcontext), ("HLA", model, nullcontext), ("window only", model, lambda: window_only(model)),
-    ):  # fmt: skip
-        with switch():
+    for name in options.subjects:
+        subject = base if name == "base" else model
+        with window_only(model) if name == "window only" else nullcontext():
             losses = {n: token_losses(subject, x) for n, x in rows.items()}
             result = {f"perplexity at {n}": x.mean().exp().item() for n, x in losses.items()}
             longest = max(losses)
@@ -125,7 +126,7 @@ def main() -> None:
         print(f"measured {name}", flush=True)
 
     print(f"\n{'':40}" + "".join(f"{name:>14}" for name in results))
-    for key in results["HLA"]:
+    for key in dict.fromkeys(itertools.chain(*results.values())):
         values = [results[name].get(key) for name in results]
         print(f"{key:40}" + "".join(f"{'':>14}" if x is None else f"{x:14,.4g}" for x in values))
     if options.output:

@@ -2,10 +2,12 @@
 
     python benchmarks/recall.py
 
-A sequence lists key-value pairs, then asks for the values of the keys in another order. Two-layer models learn it with
-each operator; heads are chosen so that all hold the same number of state entries per layer (first order d d per head,
-second order 2 d d, third 3 d d). Prints the accuracy on new sequences; softmax attention, whose cache grows, is the
-reference.
+A sequence is key-value pairs, one token each (the embedding of the key plus that of the value), then the keys in
+another order, each to be answered with its value. So nothing but the memory is tested: a pair of two tokens has to be
+bound first, which models of this size do not learn in minutes. Two-layer models (Qwen3's, whose q and k are normalised)
+learn it with each operator; heads are chosen so that all hold the same number of state entries per layer (first order
+d d per head, second order 2 d d, third 3 d d). Prints the share of right answers on new sequences; softmax attention,
+whose cache grows, is the reference.
 """
 
 import argparse
@@ -16,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from hla_hf import HLALlamaConfig, HLALlamaForCausalLM
+from hla_hf import HLAQwen3Config, HLAQwen3ForCausalLM
 
 
 VARIANTS = {
@@ -34,30 +36,26 @@ MATRICES = {"linear": 1, "ahla": 2, "hla2": 2, "hla3": 3}
 
 
 def sequences(count: int, pairs: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens `[count, 4 pairs]`: pairs, then queries each followed by its answer; labels, -100 but at the answers."""
+    """Tokens `[count, 2 pairs, 2]`: (key, value), then (key, question mark); answers `[count, pairs]`."""
     keys = torch.stack([torch.randperm(vocabulary, generator=generator)[:pairs] for _ in range(count)])
     values = torch.randint(vocabulary, 2 * vocabulary, keys.shape, generator=generator)
     order = torch.stack([torch.randperm(pairs, generator=generator) for _ in range(count)])
-    questions = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
-    tokens = torch.cat([torch.stack([keys, values], 2).flatten(1), questions], 1)
-    labels = tokens.clone()
-    labels[:, : 2 * pairs] = -100
-    labels[:, 2 * pairs :: 2] = -100
-    return tokens, labels
+    questions = torch.stack([keys.gather(1, order), torch.full_like(keys, 2 * vocabulary)], 2)
+    return torch.cat([torch.stack([keys, values], 2), questions], 1), values.gather(1, order)
 
 
 def build(settings: dict | None, options: argparse.Namespace) -> PreTrainedModel:
     """A two-layer model with 12 d d state entries per layer, or with softmax attention."""
     heads = 12 // MATRICES[settings["hla_operator"]] if settings else 12
     sizes = {
-        "vocab_size": 2 * options.vocabulary, "hidden_size": options.width, "intermediate_size": 2 * options.width,
+        "vocab_size": 2 * options.vocabulary + 1, "hidden_size": options.width, "intermediate_size": 2 * options.width,
         "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads,
         "head_dim": options.head_dim, "max_position_embeddings": 1024,
     }  # fmt: skip
     if settings is None:
-        return LlamaForCausalLM(LlamaConfig(**sizes))
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
     common = {"hla_window": 0, "hla_feature_map": options.feature_map, "hla_normalizer": options.normalizer}
-    return HLALlamaForCausalLM(HLALlamaConfig(**sizes, **common, **settings))
+    return HLAQwen3ForCausalLM(HLAQwen3Config(**sizes, **common, **settings))
 
 
 def train(model: PreTrainedModel, options: argparse.Namespace, seed: int) -> float:
@@ -65,33 +63,36 @@ def train(model: PreTrainedModel, options: argparse.Namespace, seed: int) -> flo
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
+
+    def answer_logits(tokens):
+        embeddings = model.get_input_embeddings()(tokens).sum(2)
+        return model(inputs_embeds=embeddings, use_cache=False).logits[:, options.pairs :]
+
     model.train()
     for _ in range(options.steps):
-        tokens, labels = sequences(options.batch_size, options.pairs, options.vocabulary, generator)
-        logits = model(tokens, use_cache=False).logits[:, :-1]
-        F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+        tokens, answers = sequences(options.batch_size, options.pairs, options.vocabulary, generator)
+        F.cross_entropy(answer_logits(tokens).flatten(0, 1), answers.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     model.eval()
-    tokens, labels = sequences(512, options.pairs, options.vocabulary, torch.Generator().manual_seed(10_000 + seed))
+    generator.manual_seed(10_000 + seed)
+    tokens, answers = sequences(512, options.pairs, options.vocabulary, generator)
     with torch.no_grad():
-        answers = model(tokens, use_cache=False).logits[:, :-1].argmax(-1)
-    asked = labels[:, 1:] != -100
-    return (answers == labels[:, 1:])[asked].float().mean().item()
+        return (answer_logits(tokens).argmax(-1) == answers).float().mean().item()
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=32, help="keys, and as many values (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=64, help="keys, and as many values (default %(default)s)")
     parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--head-dim", type=int, default=8)
-    parser.add_argument("--feature-map", default="softmax")
+    parser.add_argument("--feature-map", default="identity")
     parser.add_argument("--normalizer", default="rms")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seeds", type=int, default=2)
