@@ -37,6 +37,9 @@ VARIANTS = {
     # around the default
     "n^0": {"exponent": 0.0},
     "n^-1": {"exponent": 1.0},
+    "n^-p, p learned per head from 1/2": {"learned_exponent": True},
+    "maps from 2 times the identity": {"map_scale": 2.0},
+    "maps from half the identity": {"map_scale": 0.5},
     "rotated": {"rotated": True},
     "decay per head": {"decay": True},
     "decay per head, n^0": {"decay": True, "exponent": 0.0},
@@ -68,16 +71,19 @@ class DenseLayer(nn.Module):
 
     def __init__(
         self, heads: int, kv_heads: int, dim: int, *, window: int = 64, sinks: int = 4, rotated: bool = False,
-        sizes: bool = True, exponent: float = 0.5, decay: bool = False, features: int | None = None,
-        own_keys: bool = False, order: str = "linear", e: str = "k", coefficient: str = "head", per_pass: bool = True,
+        sizes: bool = True, exponent: float = 0.5, learned_exponent: bool = False, decay: bool = False,
+        features: int | None = None, map_scale: float = 1.0, own_keys: bool = False, order: str = "linear",
+        e: str = "k", coefficient: str = "head", per_pass: bool = True,
     ):  # fmt: skip
         super().__init__()
         self.heads, self.kv_heads, self.dim, self.window, self.sinks = heads, kv_heads, dim, window, sinks
         self.rotated, self.exponent, self.e, self.per_pass = rotated, exponent, e, per_pass
+        if learned_exponent:
+            self.exponent = nn.Parameter(torch.full((heads, 1, 1), exponent))
         features = features or dim
         key_heads = heads if own_keys else kv_heads
-        self.q_map = nn.Parameter(torch.eye(dim, features).repeat(heads, 1, 1))
-        self.k_map = nn.Parameter(torch.eye(dim, features).repeat(key_heads, 1, 1))
+        self.q_map = nn.Parameter(map_scale * torch.eye(dim, features).repeat(heads, 1, 1))
+        self.k_map = nn.Parameter(map_scale * torch.eye(dim, features).repeat(key_heads, 1, 1))
         self.q_size = nn.Parameter(torch.zeros(heads, dim)) if sizes else None
         self.k_size = nn.Parameter(torch.zeros(key_heads, dim)) if sizes else None
         # from a rate at which 500 tokens weigh the same whatever the exponent
@@ -179,7 +185,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 14, 26])
     parser.add_argument("--tokens", type=int, default=24576, help="to train on (default %(default)s)")
     parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--eval-rows", type=int, default=1, help="of 4,096 tokens (default %(default)s)")
+    parser.add_argument("--eval-rows", type=int, default=1)
+    parser.add_argument("--eval-len", type=int, default=POSITIONS[-1], help="tokens of each (default %(default)s)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
@@ -189,7 +196,7 @@ def main() -> None:
 
     model, tokenizer = load_base(options.base, "float32")
     rows = read_tokens(options.data, tokenizer, options.tokens // options.seq_len, options.seq_len)
-    eval_rows = read_tokens([options.eval_file], tokenizer, options.eval_rows, POSITIONS[-1])
+    eval_rows = read_tokens([options.eval_file], tokenizer, options.eval_rows, options.eval_len)
     to_hla(model, hla_operator="linear")
     training, held_out = ([attention_inputs(model, row, options.layers) for row in x] for x in (rows, eval_rows))
     config = model.config
@@ -200,7 +207,8 @@ def main() -> None:
         torch.testing.assert_close(
             DenseLayer(*sizes)(q, k, v), attention.mix(q, k, v, None, None)[0], atol=1e-4, rtol=1e-3
         )
-    print(f"{'':46}" + "".join(f"{f'-{b}':>8}" for b in POSITIONS[1:]) + "   state")
+    ranges = [(a, b) for a, b in itertools.pairwise(POSITIONS) if a < options.eval_len]
+    print(f"{'':46}" + "".join(f"{f'-{b}':>8}" for _, b in ranges) + "   state")
     results = {}
     for name in options.variants:
         start, settings = time.perf_counter(), dict(VARIANTS[name])
@@ -217,9 +225,7 @@ def main() -> None:
                 for row in held_out:
                     q, k, v, target = row[i]
                     out = layer(q, k, v)
-                    errors.append(
-                        [normalized_error(out[:, :, a:b], target[:, :, a:b]) for a, b in itertools.pairwise(POSITIONS)]
-                    )
+                    errors.append([normalized_error(out[:, :, a:b], target[:, :, a:b]) for a, b in ranges])
         mean = torch.tensor(errors).mean(0).tolist()
         results[name] = {"errors": mean, "state": layer.state_size, "layers": torch.tensor(errors).tolist()}
         print(

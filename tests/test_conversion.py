@@ -1,7 +1,10 @@
 """Conversion end to end on tiny checkpoints that the tests make: every source, what is trained, what is refused."""
 
+import argparse
 import functools
+import importlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +15,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import ARCHITECTURE_SETTINGS
+from tiny import ARCHITECTURE_SETTINGS, CACHE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -590,3 +593,110 @@ def test_a_failure_while_saving_leaves_nothing(base, tmp_path, text_file, monkey
     with pytest.raises(OSError, match="disk full"):
         command.main([str(base), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
     assert [x.name for x in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A script of `benchmarks/` as a module, and its command with arguments."""
+    monkeypatch.syspath_prepend("benchmarks")
+
+    def load(name):
+        script = importlib.import_module(name)
+
+        def run(*arguments):
+            monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+            script.main()
+
+        return script, run
+
+    return load
+
+
+def test_quality_measures_the_base_the_model_and_its_window(converted, text_file, tmp_path, benchmark):
+    original, hla = converted("llama")
+    _, run = benchmark("quality")
+    common = (
+        hla,
+        "--base",
+        original,
+        "--eval-file",
+        tmp_path / "text.txt",
+        "--eval-tokens",
+        400,
+        "--contexts",
+        32,
+        200,
+    )
+    (tmp_path / "text.txt").write_text(TEXT)
+    run(*common, "--depths", 0.5, "--serving-context", 64, "--output", tmp_path / "all.json")
+    results = json.loads((tmp_path / "all.json").read_text())["results"]
+    tokenizer = AutoTokenizer.from_pretrained(hla)
+    rows = read_tokens([text_file], tokenizer, 2, 200)
+    model = AutoModelForCausalLM.from_pretrained(hla).eval()
+    assert results["HLA"]["perplexity at 200"] == pytest.approx(perplexity(model, rows), rel=1e-6)
+    with softmax_attention(model):
+        assert results["base"]["perplexity at 200"] == pytest.approx(perplexity(model, rows), rel=1e-5)
+    for p in (p for name, p in hla_parameters(model).items() if name.endswith("gate")):
+        p.data.fill_(-100.0)
+    assert results["window only"]["perplexity at 200"] == pytest.approx(perplexity(model, rows), rel=1e-5)
+    assert len({result["perplexity at 200"] for result in results.values()}) == 3
+    assert results["HLA"]["kl"] > 1e-6 and results["HLA"]["kl"] != results["window only"]["kl"]
+    assert results["HLA"]["cache bytes"] < results["base"]["cache bytes"]
+    assert {"perplexity at 200, tokens 128-256", "passkey at 200, depth 0.5"} <= set(results["base"])
+
+    run(*common, "--passkey-trials", 0, "--serving-context", 0, "--subjects", "HLA", "--output", tmp_path / "one.json")
+    one = json.loads((tmp_path / "one.json").read_text())["results"]
+    assert one == {"HLA": {key: value for key, value in results["HLA"].items() if key in one["HLA"]}}
+
+
+@pytest.mark.parametrize("finds", (True, False))
+def test_passkey_is_asked_at_its_length_and_found_only_if_the_key_comes_back(tokenizer, benchmark, finds):
+    quality, _ = benchmark("quality")
+
+    class Reader:
+        device = "cpu"
+
+        def generate(self, ids, **_):
+            text = tokenizer.decode(ids[0])
+            assert ids.shape[1] == 400 and text.endswith("The pass key is")
+            key = re.search(r"pass key is (\d{5})", text).group(1) if finds else "00000"
+            return torch.cat([ids, tokenizer(" " + key, return_tensors="pt", add_special_tokens=False).input_ids], 1)
+
+    assert quality.passkey(Reader(), tokenizer, 400, 0.3, 2) == finds
+
+
+def test_recall_asks_every_key_once_and_gives_every_operator_the_same_state(benchmark):
+    recall, _ = benchmark("recall")
+    tokens, answers = recall.sequences(3, 8, 16, torch.Generator().manual_seed(0))
+    for row, answer in zip(tokens.tolist(), answers.tolist(), strict=True):
+        pairs, questions = dict(row[:8]), row[8:]
+        assert sorted(pairs) == sorted(key for key, _ in questions) and {mark for _, mark in questions} == {32}
+        assert answer == [pairs[key] for key, _ in questions]
+
+    options = argparse.Namespace(vocabulary=16, pairs=8, width=48, head_dim=8, feature_map="identity", normalizer="rms")
+    for settings in recall.VARIANTS.values():
+        if settings:
+            output = recall.build(settings, options)(tokens[..., 0], use_cache=True)
+            state = output[CACHE].layers[0].state
+            assert sum(x[0].numel() for x in state if x.is_floating_point()) == 12 * 8 * 8, settings
+
+
+def test_recall_is_learned(benchmark, tmp_path):
+    _, run = benchmark("recall")
+    arguments = ["--pairs", 4, "--vocabulary", 4, "--steps", 60, "--batch-size", 32, "--learning-rate", 1e-2]
+    run(*arguments, "--variants", "softmax", "first order", "--seeds", 1, "--output", tmp_path / "recall.json")
+    for (share,) in json.loads((tmp_path / "recall.json").read_text())["results"].values():
+        assert share > 0.9
+
+
+def test_every_variant_of_the_ablation_trains(base, text_file, tmp_path, benchmark):
+    ablation, run = benchmark("ablation")
+    output = tmp_path / "ablation.json"
+    run(
+        base, "--data", text_file, "--eval-file", text_file, "--layers", 0, "--tokens", 256, "--seq-len", 128,
+        "--batch-size", 1, "--steps", 2, "--eval-len", 512, "--output", output,
+    )  # fmt: skip
+    results = json.loads(output.read_text())["results"]
+    assert list(results) == list(ablation.VARIANTS)
+    errors = [tuple(result["errors"]) for result in results.values()]
+    assert len(set(errors)) == len(errors) and all(0 < x < 10 for row in errors for x in row)
