@@ -341,11 +341,12 @@ def test_settings_and_dtype_reach_the_saved_model(base, tmp_path, text_file):
     assert layers == {"0", "2"}
 
 
-def test_gguf_file(tokenizer, tmp_path, text_file):
+@pytest.mark.parametrize("kind", ("F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_0", "Q4_1"))
+def test_gguf_file(tokenizer, tmp_path, text_file, kind):
     gguf = pytest.importorskip("gguf")
-    original = make_base(tokenizer, tmp_path / "base", head_dim=8)
+    original = make_base(tokenizer, tmp_path / "base", head_dim=8, intermediate_size=64)
     path = tmp_path / "tiny.gguf"
-    write_gguf(gguf, path, original, tokenizer)
+    write_gguf(gguf, path, original, tokenizer, gguf.GGMLQuantizationType[kind])
     command.main([str(path), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla").eval()
     ids = torch.arange(3, 60)[None]
@@ -453,7 +454,8 @@ def test_interrupted_conversion_goes_on_as_if_nothing_had_happened(base, tmp_pat
     assert "no interrupted conversion" in error_of(capsys, [*arguments, tmp_path / "third", "--resume"])
 
 
-def write_gguf(gguf, path, model, tokenizer):
+def write_gguf(gguf, path, model, tokenizer, kind):
+    """Writes the matrices of `model` in the quantisation `kind`, and leaves in it what they are then."""
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -480,14 +482,17 @@ def write_gguf(gguf, path, model, tokenizer):
         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     }  # fmt: skip
     for name, weight in model.state_dict().items():
+        data, dtype = weight.numpy().copy(), gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else kind
         for key, n in heads.items():
             if key in name:  # llama.cpp keeps the pairs that rotate beside each other
-                weight = weight.view(n, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+                data = data.reshape(n, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        data = gguf.quants.quantize(data, dtype)
         name = name.replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
         name = name.replace("lm_head", "output").replace("model.layers", "blk")
         for key, short in names.items():
             name = name.replace(key, short)
-        writer.add_tensor(name, weight.float().contiguous().numpy())
+        writer.add_tensor(name, data, raw_dtype=dtype)
+        weight.copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), dtype), dtype)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
