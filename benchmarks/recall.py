@@ -45,8 +45,8 @@ def sequences(count: int, pairs: int, vocabulary: int, generator: torch.Generato
 
 
 def build(settings: dict | None, options: argparse.Namespace) -> PreTrainedModel:
-    """A two-layer model with 12 d d state entries per layer, or with softmax attention."""
-    heads = 12 // MATRICES[settings["hla_operator"]] if settings else 12
+    """A two-layer model with `heads` d d state entries per layer, or with softmax attention."""
+    heads = options.heads // MATRICES[settings["hla_operator"]] if settings else options.heads
     sizes = {
         "vocab_size": 2 * options.vocabulary + 1, "hidden_size": options.width, "intermediate_size": 2 * options.width,
         "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads,
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=64, help="keys, and as many values (default %(default)s)")
     parser.add_argument("--width", type=int, default=48)
+    parser.add_argument("--heads", type=int, default=12, help="of first order and softmax (default %(default)s)")
     parser.add_argument("--head-dim", type=int, default=8)
     parser.add_argument("--feature-map", default="identity")
     parser.add_argument("--normalizer", default="rms")

@@ -678,7 +678,8 @@ def test_recall_asks_every_key_once_and_gives_every_operator_the_same_state(benc
         assert sorted(pairs) == sorted(key for key, _ in questions) and {mark for _, mark in questions} == {32}
         assert answer == [pairs[key] for key, _ in questions]
 
-    options = argparse.Namespace(vocabulary=16, pairs=8, width=48, head_dim=8, feature_map="identity", normalizer="rms")
+    sizes = {"vocabulary": 16, "width": 48, "heads": 12, "head_dim": 8}
+    options = argparse.Namespace(**sizes, feature_map="identity", normalizer="rms")
     for settings in recall.VARIANTS.values():
         if settings:
             output = recall.build(settings, options)(tokens[..., 0], use_cache=True)
