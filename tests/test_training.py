@@ -459,7 +459,7 @@ def test_other_architectures(files, tokenizer, tmp_path, model_type):  # noqa: F
         assert torch.equal(adapted(ids).logits, original)
 
 
-def test_distillation_lowers_the_held_out_kl_and_the_best_is_exported(files, tmp_path):
+def test_distillation_lowers_the_held_out_kl_and_the_best_is_exported(files, tmp_path, capsys):
     fields = {
         "kl_weight": 1,
         "ce_weight": 0,
@@ -475,6 +475,7 @@ def test_distillation_lowers_the_held_out_kl_and_the_best_is_exported(files, tmp
     # A learning rate that ruins the model: the checkpoint before it is what is exported.
     state = train(files, tmp_path / "bad", steps=4, learning_rate=5.0, **fields | {"checkpoint_steps": 2})
     assert state["exported_step"] == state["best"]["step"] == 0
+    assert "the weights of step 0 of 4" in capsys.readouterr().out
     for name, weight in load_file(files / "hla" / "model.safetensors").items():
         torch.testing.assert_close(weights(tmp_path / "bad")[name], weight)
     assert len(list((tmp_path / "bad").glob("checkpoint-*"))) == 2  # the best and the last

@@ -544,7 +544,7 @@ def export(recipe, accelerator, model, tokenizer, state: dict, dtype: torch.dtyp
         if conversion.is_file():
             shutil.copy(conversion, partial)
         (partial / "README.md").write_text(model_card(recipe, model, state, published))
-    print(f"wrote {output / 'model'}")
+    print(f"wrote {output / 'model'}, the weights of step {state['exported_step']} of {steps}")
 
 
 def plot(state: dict, path: Path) -> None:
