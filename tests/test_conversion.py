@@ -620,19 +620,7 @@ def benchmark(monkeypatch):
 def test_quality_measures_the_base_the_model_and_its_window(converted, text_file, tmp_path, benchmark):
     original, hla = converted("llama")
     _, run = benchmark("quality")
-    common = (
-        hla,
-        "--base",
-        original,
-        "--eval-file",
-        tmp_path / "text.txt",
-        "--eval-tokens",
-        400,
-        "--contexts",
-        32,
-        200,
-    )
-    (tmp_path / "text.txt").write_text(TEXT)
+    common = (hla, "--base", original, "--eval-file", text_file, "--eval-tokens", 400, "--contexts", 32, 200)
     run(*common, "--depths", 0.5, "--serving-context", 64, "--output", tmp_path / "all.json")
     results = json.loads((tmp_path / "all.json").read_text())["results"]
     tokenizer = AutoTokenizer.from_pretrained(hla)
