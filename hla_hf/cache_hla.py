@@ -143,7 +143,8 @@ class HLACacheLayer(CacheLayerMixin):
 
     @property
     def _recorded_length(self) -> int:
-        return sum(run.length for _, run in self.recorded) + (0 if self.stale is None else self.stale.length)
+        recorded = sum(run.length for _, run in self.recorded) + (0 if self.stale is None else self.stale.length)
+        return min(recorded, MAX_RECORDED)
 
     def activate_past_recording(self) -> None:
         self.record_past = True

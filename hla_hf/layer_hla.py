@@ -11,7 +11,7 @@ Parameters are read in the child's `forward` only, so that whatever loads weight
 import math
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import initialization as init
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from .cache_hla import HLACacheLayer, LayerTokens
-from .ops_hla import ahla, causal_linear_attention, feature_map, hla2, hla3, tokens_seen
+from .ops_hla import ahla, causal_linear_attention, compute_dtype, feature_map, hedgehog, hla2, hla3, tokens_seen
 from .window_hla import (
     FarParameters,
     LayerState,
@@ -103,6 +103,7 @@ class HLALayer(nn.Module):
     def __init__(self, settings: LayerSettings, device: torch.device | None = None, dtype: torch.dtype | None = None):
         super().__init__()
         self.settings = settings
+        self._of_steps: tuple[list, FarParameters] | None = None
         for name, shape in settings.parameter_shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
 
@@ -127,20 +128,37 @@ class HLALayer(nn.Module):
 
         `memo` is shared by the layers of one forward pass, for what does not differ between them.
         """
-        window, own = self.settings.window, {name: _local(p) for name, p in self.named_parameters(recurse=False)}
+        window = self.settings.window
         if window is None:
-            return self._operator_alone(tokens, state, own)
-        parameters = self._far_parameters(own)
+            return self._operator_alone(tokens, state, self._own())
         one_token = tokens.q.shape[2] == 1 and state is not None and tokens.segment_ids is None
         if not one_token or torch.is_grad_enabled():
+            self._of_steps = None
             return windowed_attention(
-                tokens.q, tokens.k, tokens.v, parameters, window, far_q=tokens.far_q, far_k=tokens.far_k,
+                tokens.q, tokens.k, tokens.v, self._far_parameters(), window, far_q=tokens.far_q, far_k=tokens.far_k,
                 attention_mask=tokens.mask, segment_ids=tokens.segment_ids, initial_state=state, return_state=True,
             )  # fmt: skip
         if not in_place:
             state = state.map(Tensor.clone)
         places: StepPlaces = remembered(memo, window, None, lambda: step_places(state, tokens.mask, window))
-        return decode_step(Tokens(*tokens[:5]), state, parameters, window, places), state
+        return decode_step(Tokens(*tokens[:5]), state, self._step_parameters(), window, places), state
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_of_steps": None}
+
+    def _own(self) -> dict[str, Tensor]:
+        """The layer's parameters, under tensor parallelism this rank's heads of them."""
+        return {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self._parameters.items()}
+
+    def _step_parameters(self) -> FarParameters:
+        """Those of decoding, kept from one token to the next: what a step asks of them is done once."""
+        values = self._parameters.values()
+        if torch.compiler.is_compiling() or any(p.is_inference() for p in values):
+            return self._far_parameters()
+        versions = [(p.data_ptr(), p._version) for p in values]
+        if self._of_steps is None or self._of_steps[0] != versions:
+            self._of_steps = versions, self._far_parameters(at_once=True)
+        return self._of_steps[1]
 
     def _maps(self, own: dict[str, Tensor]) -> tuple[Callable, Callable, Callable | None]:
         """Of queries, of keys, and of queries as accumulators (None: e = phi(k))."""
@@ -162,13 +180,23 @@ class HLALayer(nn.Module):
             return nn.functional.logsigmoid(own["decay_logit"].float())
         return None if self.settings.decay is None else math.log(self.settings.decay)
 
-    def _far_parameters(self, own: dict[str, Tensor]) -> FarParameters:
+    def _far_parameters(self, at_once: bool = False) -> FarParameters:
+        """With `at_once` the features of q and k are one product of one weight, their maps and sizes side by side."""
+        own = self._own()
         query_map, key_map, accumulator_map = self._maps(own)
+        both_maps = None
+        if at_once and "q_map" in own:
+            weight = torch.cat([torch.cat([own[f"{x}_map"], own[f"{x}_size"][..., None]], -1) for x in "qk"])
+
+            def both_maps(q: Tensor, k: Tensor) -> Sequence[Tensor]:
+                y = (torch.cat([q, k], 1) @ weight.to(q.dtype)).to(compute_dtype(q))
+                return hedgehog(y[..., :-1], y[..., -1:]).split([q.shape[1], k.shape[1]], 1)
+
         return FarParameters(
             query_map, key_map, own["gate"].float().exp(), accumulator_map,
             own["key_mix"].float() if "key_mix" in own else 1.0,
             own["value_mix"].float() if "value_mix" in own else 1.0,
-            self._log_decay(own),
+            self._log_decay(own), both_maps,
         )  # fmt: skip
 
     def _operator_alone(
@@ -202,11 +230,6 @@ class HLALayer(nn.Module):
         elif settings.normalizer == "rms":
             out = nn.functional.rms_norm(out, out.shape[-1:])
         return out, LayerState(count[:, -1], **dict(zip(names, states, strict=True)))
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """Under tensor parallelism this rank's heads of it."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class _HeadsParallel(TensorParallelLayer):
@@ -273,7 +296,8 @@ def unrotated(
 
     def as_matrix() -> Tensor:
         unit = torch.eye(q.shape[-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        return rotate(unit[None, :, None], unit[None, :, None], *inverse())[0].squeeze(2)[:, None]  # [B, 1, d, d]
+        unit = unit[None, :, None].expand(len(rotation[0]), -1, -1, -1)
+        return rotate(unit, unit, *inverse())[0].squeeze(2)[:, None]  # [B, 1, d, d]
 
     if q.shape[2] == 1 and memo is not None:  # one product of one matrix for all layers
         both = torch.cat([q, k], 1).transpose(1, 2)

@@ -289,7 +289,7 @@ def model_class(model_type: str, auto_class: str = "AutoModelForCausalLM") -> ty
         "__doc__": f"[`{base.__name__}`] whose attention layers are higher-order linear attention.",
     }
     cls = type(f"HLA{base.__name__}", (mixin, base), attributes)
-    _CAN_RECORD_REGISTRY[str(cls)] = base._can_record_outputs  # for `output_hidden_states`
+    _CAN_RECORD_REGISTRY.update({str(cls): base._can_record_outputs})  # for `output_hidden_states`
     if (conversions := get_checkpoint_conversion_mapping(model_type)) is not None:  # experts are fused on loading
         register_checkpoint_conversion_mapping(f"hla_{model_type}", conversions, overwrite=True)
     return cls

@@ -55,12 +55,14 @@ def feature_map(name: str, x: Tensor, weight: Tensor | None = None, size: Tensor
         return x.relu()
     if name == "hedgehog":
         y = (x @ weight.to(x.dtype)).to(compute_dtype(x))
-        features = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
-        if size is None:
-            return features
-        log_size = (x @ size.to(x.dtype)[..., None]).to(features.dtype)
-        return features * log_size.clamp(-MAX_LOG_SIZE, MAX_LOG_SIZE).exp()
+        return hedgehog(y, None if size is None else (x @ size.to(x.dtype)[..., None]).to(y.dtype))
     raise ValueError(f"feature map {name!r} is unknown; it must be one of {FEATURE_MAPS}")
+
+
+def hedgehog(y: Tensor, log_size: Tensor | None) -> Tensor:
+    """softmax of +y and of -y, times exp(log_size): `[..., f]` and `[..., 1]` to `[..., 2 f]`."""
+    features = torch.cat([y, -y], -1).unflatten(-1, (2, -1)).softmax(-1).flatten(-2)
+    return features if log_size is None else features * log_size.clamp(-MAX_LOG_SIZE, MAX_LOG_SIZE).exp()
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

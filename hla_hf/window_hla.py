@@ -95,7 +95,8 @@ class FarParameters(NamedTuple):
 
     query_map, key_map: phi for q and for k, `[B, H, T, d] -> [B, H, T, f]`; gate: g, `[H]`; accumulator_map: e as a
     function of q, for `hla2` and `hla3`, None takes e = phi(k); coefficient: one per head of e, or a number; value_mix:
-    one per query head, or a number; log_decay: as in the operators, per pass u, r, out as far as the operator has them.
+    one per query head, or a number; log_decay: as in the operators, per pass u, r, out as far as the operator has them;
+    both_maps: phi of q and phi of k at once, if there is a faster way than two.
     """
 
     query_map: Callable[[Tensor], Tensor]
@@ -105,6 +106,7 @@ class FarParameters(NamedTuple):
     coefficient: float | Tensor = 1.0
     value_mix: float | Tensor = 1.0
     log_decay: Decay | Sequence[Decay] = None
+    both_maps: Callable[[Tensor, Tensor], Sequence[Tensor]] | None = None
 
 
 class Tokens(NamedTuple):
@@ -171,7 +173,7 @@ def join(near: Tensor, far: Tensor, weight: Tensor, signed: bool = True) -> Tens
     """The near output and the far sums, the last column of which is their mass, under one normaliser; `weight` is that
     of a far token, relative to the near mass."""
     far = weight * far
-    out, mass = near + far[..., :-1], 1 + far[..., -1:]
+    out, mass = near + far[..., :-1], far[..., -1:] + 1
     return safe_divide(out, mass) if signed else out / mass
 
 
@@ -454,7 +456,8 @@ class _StepPasses(Passes):
         heads = state.shape[1]
         if decay is not None:
             state.mul_(repeat_heads(decay.exp(), heads)[..., None])
-        state.addcmul_(repeat_heads(k, heads).mT, repeat_heads(v, heads))
+        k, v = repeat_heads(k, heads), repeat_heads(v, heads)
+        state.flatten(0, 1).baddbmm_(k.flatten(0, 1).mT, v.flatten(0, 1))
         q = repeat_heads(q, max(q.shape[1], heads))
         return (q.reshape(len(q), heads, -1, q.shape[3]) @ state).reshape(*q.shape[:3], -1)
 
@@ -479,8 +482,11 @@ def decode_step(
     value = _swap(state.v, places.slot, v, real).to(dtype)
     _swap(state.k, places.slot, k, real)
     far_k = _swap(state.far_k, places.ring, far_k, real)
-    query = parameters.query_map(far_q).to(dtype)
-    key = accumulator = parameters.key_map(far_k).to(dtype) * places.is_far
+    if parameters.both_maps is None:
+        query, key = parameters.query_map(far_q).to(dtype), parameters.key_map(far_k).to(dtype)
+    else:
+        query, key = parameters.both_maps(far_q, far_k)
+    key = accumulator = key * places.is_far
     if state.far_q is not None:
         far_q = _swap(state.far_q, places.ring, far_q, real)
         accumulator = parameters.accumulator_map(far_q).to(dtype) * places.is_far
