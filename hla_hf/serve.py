@@ -21,7 +21,9 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serve import Serve
 from transformers.utils.import_utils import is_serve_available
 
-from .modeling_hla import _CACHE_ARGUMENT, CAUSAL_LM_CLASSES
+import hla_hf
+
+from .modeling_hla import _CACHE_ARGUMENT
 
 
 _STATE_TEXT = "(the text of the prompt state)"  # stands for it where a chat template renders what follows it
@@ -122,8 +124,9 @@ def serve(prompt_state: Path | None = None, **options) -> None:
                 raise typer.BadParameter(f"--prompt-state {prompt_state}: {error}") from error
         return model, tokenizer
 
-    for model_class in CAUSAL_LM_CLASSES.values():
-        setattr(transformers, model_class.__name__, model_class)  # where the server looks up the class of a model
+    for name in hla_hf.__all__:
+        if name.startswith("HLA") and name.endswith("ForCausalLM"):
+            setattr(transformers, name, getattr(hla_hf, name))  # where the server looks up the class of a model
     ModelManager.load_model_and_processor = load_with_state
     Serve(**options)
 
