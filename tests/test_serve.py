@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from test_examples import make_tokenizer
 from tiny import cache_of, tiny_model
-from tokenizers import Tokenizer, decoders, models, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.serving.model_manager import ModelManager
 
 from hla_hf.serve import follow_prompt_state, main
@@ -22,28 +22,8 @@ from hla_hf.serve import follow_prompt_state, main
 
 openai = pytest.importorskip("openai")
 
-# Says something of its own where a chat has no system message, as many templates do.
-CHAT = (
-    "{{ bos_token }}{% if messages[0]['role'] != 'system' %}<|start|>system\nBe brief.<|end|>\n{% endif %}"
-    "{% for m in messages %}<|start|>{{ m['role'] }}\n"
-    "{% if loop.first and tools %}{{ tools | tojson }}{% endif %}{{ m['content'] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
 DOCUMENT = "Paris is the capital of France. Lyon is its third city. " * 20
 QUESTION = "Which city is the capital?"
-
-
-def make_tokenizer():
-    """One token per ASCII character, and `<s>` before every text that is not a continuation."""
-    special = ["<pad>", "<s>", "</s>", "<|start|>", "<|end|>"]
-    tokens = [*special, "\n", *map(chr, range(32, 127))]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    backend.decoder = decoders.Fuse()
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT, **names)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
