@@ -134,8 +134,8 @@ def serve(prompt_state: Path | None = None, **options) -> None:
 def main() -> None:
     """The command: the options of `transformers serve` and `--prompt-state`."""
     option = typer.Option(
-        help="A cache saved with model.save_cache(): every prompt, and every chat's messages, follow the text that it "
-        "read, for a chat a system message."
+        help="A cache saved with model.save_cache(): prompts follow the text that it read, and a chat's messages "
+        "that of a system message. Penalties on repeated tokens count the request's tokens alone."
     )
     parameter = inspect.Parameter(
         "prompt_state", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option]
