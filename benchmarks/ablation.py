@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from conversion.convert import load_base
 from conversion.text import read_tokens
-from conversion.transfer import hla_layers, normalized_error, visit_attention
+from conversion.transfer import attention_layers, normalized_error, visit_attention
 from hla_hf import feature_map, to_hla
 
 
@@ -200,8 +200,8 @@ def main() -> None:
     to_hla(model, hla_operator="linear")
     training, held_out = ([attention_inputs(model, row, options.layers) for row in x] for x in (rows, eval_rows))
     config = model.config
-    sizes = config.num_attention_heads, config.num_key_value_heads, hla_layers(model)[0].head_dim
-    attention = hla_layers(model)[options.layers[0]]
+    sizes = config.num_attention_heads, config.num_key_value_heads, attention_layers(model)[0].head_dim
+    attention = attention_layers(model)[options.layers[0]]
     q, k, v, _ = training[0][options.layers[0]]
     with torch.no_grad():  # what is varied here is what the library computes
         torch.testing.assert_close(

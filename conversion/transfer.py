@@ -18,7 +18,7 @@ from hla_hf import softmax_attention
 from hla_hf.modeling_hla import HLAAttention, base_functions
 
 
-def hla_layers(model: PreTrainedModel) -> list[HLAAttention]:
+def attention_layers(model: PreTrainedModel) -> list[HLAAttention]:
     """The HLA attention modules of a model, first layer first."""
     return [module for module in model.modules() if isinstance(module, HLAAttention)]
 
@@ -73,7 +73,7 @@ def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = Fal
         losses[module.layer_idx] = loss.detach()
 
     visit_attention(model, input_ids, visit)
-    return torch.stack([losses[module.layer_idx] for module in hla_layers(model)])
+    return torch.stack([losses[module.layer_idx] for module in attention_layers(model)])
 
 
 class Interrupted(Exception):

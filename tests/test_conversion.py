@@ -590,14 +590,26 @@ def test_tokenizer_larger_than_the_embedding_is_refused(tokenizer, tmp_path, cap
     assert "tokenizer" in error_of(capsys, [tmp_path / "base", "--output", tmp_path / "hla"])
 
 
-def test_a_failure_while_saving_leaves_nothing(base, tmp_path, text_file, monkeypatch):
+def test_a_failure_while_saving_leaves_nothing_half_written_and_what_was_trained(
+    base, tmp_path, text_file, monkeypatch, capsys
+):
     def fail(report):
         raise OSError("disk full")
 
-    monkeypatch.setattr(command, "model_card", fail)
-    with pytest.raises(OSError, match="disk full"):
-        command.main([str(base), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
-    assert [x.name for x in tmp_path.iterdir()] == ["text.txt"]
+    arguments = [base, "--data", text_file, *FAST, "--output"]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "model_card", fail)
+        message = error_of(capsys, [*arguments, tmp_path / "hla"], code=1)
+        assert "disk full" in message and "hla.interrupted" in message and "--resume" in message
+        assert {x.name for x in tmp_path.iterdir()} == {"text.txt", "hla.interrupted"}
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "layer_losses", None)  # nothing is trained again
+        report = command.convert(command.parse_arguments([*map(str, arguments), str(tmp_path / "hla"), "--resume"]))
+    whole = command.convert(command.parse_arguments([*map(str, arguments), str(tmp_path / "whole")]))
+    assert {x.name for x in tmp_path.iterdir()} == {"text.txt", "hla", "whole"}
+    assert report["layer_losses"] == whole["layer_losses"]
+    parts, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("hla", "whole"))
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 @pytest.fixture
