@@ -24,8 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion.transfer import hla_parameters
 from hla_hf import causal_linear_attention, softmax_attention, to_hla
-from training import checkpoint, finetune
+from training import checkpoint, finetune, loop
+from training import model as student
 from training.data import ShuffledRows, StreamedRows, as_batch, packed_rows
+from training.objective import Objective, Place
 from training.recipe import Recipe, parse_recipe
 
 
@@ -317,7 +319,7 @@ def recipe_of(files, tmp_path, **fields):
 @pytest.mark.parametrize("kind", ["lora", "hla"])
 def test_the_same_weights_are_the_exact_teacher(files, tmp_path, kind):
     base = AutoModelForCausalLM.from_pretrained(files / "base").eval()
-    model = finetune.make_trainable(
+    model = student.make_trainable(
         AutoModelForCausalLM.from_pretrained(files / "hla"), recipe_of(files, tmp_path, train=kind, lora_dropout=0.5)
     ).train()
     for parameter in model.parameters():
@@ -326,7 +328,7 @@ def test_the_same_weights_are_the_exact_teacher(files, tmp_path, kind):
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     ids = torch.arange(3, 63).view(2, 30)
     with torch.no_grad():
-        with finetune.as_base_model(model):
+        with student.as_base_model(model):
             assert torch.equal(model(ids).logits, base(ids).logits)
         assert model.training and {name for name, p in model.named_parameters() if p.requires_grad} == trainable
         assert not torch.allclose(model.eval()(ids).logits, base(ids).logits, atol=1e-3)
@@ -336,9 +338,9 @@ def test_the_same_weights_are_the_exact_teacher(files, tmp_path, kind):
 def test_the_objective_is_kl_and_next_token_loss_over_the_targets(files, tmp_path, kind):
     recipe = recipe_of(files, tmp_path, train=kind, kl_weight=0.7, ce_weight=0.3, temperature=2.0)
     plain = AutoModelForCausalLM.from_pretrained(files / "hla").eval()
-    teacher = finetune.load_teacher(recipe, plain)
+    teacher = student.load_teacher(recipe, plain)
     assert (teacher is None) == (kind == "lora")
-    model = finetune.make_trainable(plain, recipe)
+    model = student.make_trainable(plain, recipe)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -346,8 +348,8 @@ def test_the_objective_is_kl_and_next_token_loss_over_the_targets(files, tmp_pat
     batch = {"input_ids": torch.arange(3, 63).view(2, 30), "position_ids": torch.arange(30).expand(2, 30)}
     batch["labels"] = batch["input_ids"].clone()
     batch["labels"][0, :10] = -100
-    share = finetune.Place(Accelerator(cpu=True), 1).share(batch)
-    loss, sums = finetune.Objective(recipe, model, model, teacher)(share)
+    share = Place(Accelerator(cpu=True), 1).share(batch)
+    loss, sums = Objective(recipe, model, model, teacher)(share)
     base = AutoModelForCausalLM.from_pretrained(files / "base").eval()
     ours, theirs = model(batch["input_ids"]).logits[:, :-1], base(batch["input_ids"]).logits[:, :-1]
     kl = ce = count = top1 = 0
@@ -455,7 +457,7 @@ def test_other_architectures(files, tokenizer, tmp_path, model_type):  # noqa: F
     adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter").eval()
     torch.testing.assert_close(adapted(ids).logits, merged, atol=1e-4, rtol=1e-3)
     original = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()(ids).logits
-    with torch.no_grad(), finetune.as_base_model(adapted):
+    with torch.no_grad(), student.as_base_model(adapted):
         assert torch.equal(adapted(ids).logits, original)
 
 
@@ -516,7 +518,7 @@ def test_trackers_write_where_they_should(files, tmp_path):
 
 def stop_after(monkeypatch, calls, number=signal.SIGTERM):
     """Sends the process a signal within the forward pass of that many training batches."""
-    original, count = finetune.Objective.__call__, [0]
+    original, count = Objective.__call__, [0]
 
     def call(self, batch):
         if torch.is_grad_enabled():
@@ -525,7 +527,7 @@ def stop_after(monkeypatch, calls, number=signal.SIGTERM):
                 os.kill(os.getpid(), number)
         return original(self, batch)
 
-    monkeypatch.setattr(finetune.Objective, "__call__", call)
+    monkeypatch.setattr(Objective, "__call__", call)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -617,7 +619,7 @@ def test_sigterm_from_outside_exits_0_with_the_command_to_continue(files, tmp_pa
 
 
 def nan_at(monkeypatch, steps):
-    original, count = finetune.Objective.__call__, [0]
+    original, count = Objective.__call__, [0]
 
     def call(self, batch):
         loss, sums = original(self, batch)
@@ -627,7 +629,7 @@ def nan_at(monkeypatch, steps):
                 return loss * float("nan"), sums * float("nan")
         return loss, sums
 
-    monkeypatch.setattr(finetune.Objective, "__call__", call)
+    monkeypatch.setattr(Objective, "__call__", call)
 
 
 def test_a_step_without_a_finite_loss_is_skipped_and_counted(files, tmp_path, monkeypatch):
@@ -652,20 +654,20 @@ def test_a_full_disk_loses_nothing(files, tmp_path, capsys):
     """A real limit on the size of files: writing past it fails as on a full disk."""
     out = tmp_path / "out"
     fields = {"steps": 6, "checkpoint_steps": 3}
-    evaluations, original = [], finetune.save_checkpoint
+    evaluations, original = [], loop.save_checkpoint
 
-    def limited(accelerator, output, state, rows):
+    def limited(accelerator, output, progress, rows):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if state["step"] == 6:
+        if progress.step == 6:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         try:
-            original(accelerator, output, state, rows)
+            original(accelerator, output, progress, rows)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        evaluations.append(state["step"])
+        evaluations.append(progress.step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "save_checkpoint", limited)
+        patch.setattr(loop, "save_checkpoint", limited)
         message = error_of(capsys, arguments(files, out, **fields), code=1)
     assert "cannot be written" in message and "checkpoint-00000003" in message and "--resume" in message
     assert evaluations == [0, 3] and not [x for x in out.iterdir() if x.name.startswith(".checkpoint")]
