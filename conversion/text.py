@@ -9,6 +9,7 @@ import fsspec
 import torch
 from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 from datasets import List as ListOf
+from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -21,7 +22,7 @@ KINDS = (*TEXT, *JSON, *BUILDERS)
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 Tokens = dict[str, list]  # of one document: `input_ids`, and `has_loss` of each
 _TOKENIZED = Features({"input_ids": ListOf(Value("int32")), "has_loss": ListOf(Value("bool"))})
-_ROW = Features({"json": Value("string")})  # a row of a file, in whatever types it has there
+_ROW = Features({"json": Value("string"), "where": Value("string")})  # a row, in whatever types the file has
 
 
 class DataError(ValueError):
@@ -66,22 +67,15 @@ def tokenized(
 
 def _rows(name: str, streaming: bool, flag: str) -> tuple[Dataset | IterableDataset, list[str]]:
     """The rows of a source, and which columns they have."""
-    path = Path(name)
-    kind = next((x for x in reversed([x.lower() for x in path.suffixes]) if x not in COMPRESSED), "")
-    if path.is_file():
-        if kind not in KINDS:
-            raise DataError(
-                f"{flag} file {name!r} is of an unknown kind; known are {', '.join(KINDS)}, also compressed as "
-                f"{', '.join(COMPRESSED)}"
-            )
-        if next(_file_rows(name, kind), None) is None:
-            raise DataError(f"{flag} file {name!r} is empty")
-        version = f"{path.stat().st_mtime_ns} {path.stat().st_size}"  # in the name of the cache
+    files = _files(name, flag)
+    if files:
+        if next(_file_rows(files), None) is None:
+            raise DataError(f"{flag} {name!r} is empty")
+        status = [Path(file).stat() for file in files]
+        options = {"files": files, "versions": [f"{x.st_mtime_ns} {x.st_size}" for x in status]}  # names the cache
         make = (IterableDataset if streaming else Dataset).from_generator
-        return make(_file_rows, features=_ROW, gen_kwargs={"name": name, "kind": kind, "version": version}), list(_ROW)
-    if kind in KINDS:
-        raise DataError(f"{flag} file {name!r} does not exist")
-    repository, _, config = (name, "", "") if path.is_dir() else name.partition(":")
+        return make(_file_rows, features=_ROW, gen_kwargs=options), list(_ROW)
+    repository, _, config = name.partition(":")
     rows = load_dataset(repository, config or None, split="train", streaming=streaming)
     columns = rows.column_names or list(next(iter(rows), {}))
     if not columns or (not streaming and len(rows) == 0):
@@ -92,27 +86,50 @@ def _rows(name: str, streaming: bool, flag: str) -> tuple[Dataset | IterableData
     return rows.select_columns(used), used
 
 
-def _file_rows(name: str, kind: str, version: str = "") -> Iterator[dict[str, str]]:
-    """The rows of a file, as `_ROW`. Raises: DataError naming file and row."""
-    if kind in JSON:
-        rows = _json_rows(name, kind)
-    elif kind in BUILDERS:
-        rows = load_dataset(BUILDERS[kind], data_files=name, split="train", streaming=True)
-    else:
-        with fsspec.open(name, "rb", compression="infer") as file:
-            text = _decoded(file.read(), name, "")
-        rows = [{"text": text}] if text else []
-    try:
-        for i, row in enumerate(rows, 1):
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{name!r}, row {i}: must be an object with 'text' or 'messages', got {json.dumps(row):.80}"
-                )
-            yield {"json": json.dumps({x: row[x] for x in ("text", "messages") if x in row} or dict.fromkeys(row))}
-    except DataError:
-        raise
-    except Exception as error:  # each builder has errors of its own
-        raise DataError(f"{name!r} cannot be read: {_one_line(error)}") from error
+def _kind(name: str) -> str:
+    return next((x for x in map(str.lower, reversed(Path(name).suffixes)) if x not in COMPRESSED), "")
+
+
+def _files(name: str, flag: str) -> list[str]:
+    """The files of a source on this machine; of a directory its training split, without text beside rows."""
+    known = f"known are {', '.join(KINDS)}, also compressed as {', '.join(COMPRESSED)}"
+    if Path(name).is_dir():
+        found = DataFilesDict.from_patterns(get_data_patterns(name), base_path=name)["train"]
+        files = [str(file) for file in found if _kind(file) in KINDS]
+        if not files:
+            raise DataError(f"{flag} directory {name!r} has no files of a known kind; {known}")
+        return [file for file in files if _kind(file) not in TEXT] or files
+    if Path(name).is_file() and _kind(name) not in KINDS:
+        raise DataError(f"{flag} file {name!r} is of an unknown kind; {known}")
+    if not Path(name).is_file() and _kind(name) in KINDS:
+        raise DataError(f"{flag} file {name!r} does not exist")
+    return [name] if Path(name).is_file() else []
+
+
+def _file_rows(files: list[str], versions: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+    """The rows of files, as `_ROW`. Raises: DataError naming file and row."""
+    for name in files:
+        kind = _kind(name)
+        if kind in JSON:
+            rows = _json_rows(name, kind)
+        elif kind in BUILDERS:
+            rows = load_dataset(BUILDERS[kind], data_files=name, split="train", streaming=True)
+        else:
+            with fsspec.open(name, "rb", compression="infer") as file:
+                text = _decoded(file.read(), name, "")
+            rows = [{"text": text}] if text else []
+        try:
+            for i, row in enumerate(rows, 1):
+                where = f"{name!r}, row {i}"
+                if not isinstance(row, dict):
+                    got = f"{json.dumps(row):.80}"
+                    raise DataError(f"{where}: must be an object with 'text' or 'messages', got {got}")
+                used = {x: row[x] for x in ("text", "messages") if x in row} or dict.fromkeys(row)
+                yield {"json": json.dumps(used), "where": where}
+        except DataError:
+            raise
+        except Exception as error:  # each builder has errors of its own
+            raise DataError(f"{name!r} cannot be read: {_one_line(error)}") from error
 
 
 def _json_rows(name: str, kind: str) -> Iterator:
@@ -153,8 +170,8 @@ def _one_line(error: BaseException) -> str:
 def _tokenize(
     row: dict, i: int, tokenizer: PreTrainedTokenizerBase, name: str, chat_tokens: Callable[..., Tokens]
 ) -> Tokens:
+    where = row.get("where", f"{name!r}, row {i + 1}")
     row = json.loads(row["json"]) if "json" in row else row
-    where = f"{name!r}, row {i + 1}"
     if not row.keys() & {"text", "messages"}:
         raise DataError(f"{where}: has neither a 'text' nor a 'messages' column, only {sorted(row)}")
     messages, text = row.get("messages"), row.get("text")
