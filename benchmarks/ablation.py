@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 
 from conversion.convert import load_base
 from conversion.text import read_tokens
-from conversion.transfer import hla_layers, normalized_error, visit_attention
+from conversion.transfer import normalized_error, visit_attention
 from hla_hf import feature_map, to_hla
 from hla_hf.cache_hla import LayerTokens
+from hla_hf.layer_hla import hla_attentions
 
 
 POSITIONS = (128, 512, 1024, 2048, 4096)
@@ -202,8 +203,8 @@ def main() -> None:
     to_hla(model, hla_operator="linear")
     training, held_out = ([attention_inputs(model, row, options.layers) for row in x] for x in (rows, eval_rows))
     config = model.config
-    sizes = config.num_attention_heads, config.num_key_value_heads, hla_layers(model)[0].head_dim
-    attention = hla_layers(model)[options.layers[0]]
+    sizes = config.num_attention_heads, config.num_key_value_heads, hla_attentions(model)[0].head_dim
+    attention = hla_attentions(model)[options.layers[0]]
     q, k, v, _ = training[0][options.layers[0]]
     (near_q, far_q), (near_k, far_k) = q.chunk(2, -1), k.chunk(2, -1)
     tokens = LayerTokens(near_q, near_k, v, far_q, far_k)

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from hla_hf import softmax_attention, to_hla, to_softmax
 from hla_hf.configuration_hla import HLAConfigMixin
-from hla_hf.layer_hla import ATTENTION
+from hla_hf.layer_hla import ATTENTION, hla_attentions
 
 from .evaluate import divergence, log_probs
-from .transfer import hla_layers, hla_parameters
+from .transfer import hla_parameters
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def layer_costs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     language, the second that over its second, what is lost on recall.
     """
     rows = torch.cat([tokens, tokens], 1)
-    layers, costs = hla_layers(model), []
+    layers, costs = hla_attentions(model), []
     for row in tqdm(rows, desc="ranking layers"):
         with softmax_attention(model):
             base = log_probs(model, row).chunk(2)

@@ -19,11 +19,6 @@ from hla_hf.cache_hla import LayerTokens
 from hla_hf.layer_hla import base_functions, hla_attentions, unrotated
 
 
-def hla_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The HLA attention modules of a model, first layer first."""
-    return hla_attentions(model)
-
-
 def hla_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that the base model does not have, by name."""
     return {name: p for name, p in module.named_parameters() if "hla" in name.split(".")}
@@ -75,7 +70,7 @@ def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = Fal
         losses[module.layer_idx] = loss.detach()
 
     visit_attention(model, input_ids, visit)
-    return torch.stack([losses[module.layer_idx] for module in hla_layers(model)])
+    return torch.stack([losses[module.layer_idx] for module in hla_attentions(model)])
 
 
 class Interrupted(Exception):

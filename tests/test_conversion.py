@@ -1,9 +1,12 @@
 """Conversion end to end on tiny checkpoints that the tests make: every source, what is trained, what is refused."""
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
+import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +27,7 @@ from conversion.evaluate import agreement_with_base, perplexity
 from conversion.text import read_tokens, sample_tokens
 from conversion.transfer import hla_parameters, layer_losses, transfer_attention
 from hla_hf import ARCHITECTURES, CONFIG_CLASSES, softmax_attention, to_hla
-from hla_hf.configuration_hla import base_class_names
+from hla_hf.configuration_hla import HLAConfigMixin, base_class_names
 
 
 TEXT = "Linear attention keeps a state of fixed size. Softmax attention keeps every key and value. " * 40
@@ -325,6 +328,87 @@ def test_self_is_the_default_text_and_steps_0_skips_training(base, tmp_path):
         assert torch.equal(p, q), name
 
 
+def test_a_conversion_from_python_tells_nothing_of_its_host(base, tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/someone/server.py", "--token", "secret"])
+    settings = {"steps": 3, "tokens": 256, "seq_len": 32, "hla_window": 8, "hla_layers": [0, 2], "learning_rate": 3e-3}
+    files = {"data": [str(text_file)], "eval_file": str(text_file), "eval_len": 64, "eval_tokens": 128}
+    conversion = command.Conversion(source=str(base), output=str(tmp_path / "hla"), **settings, **files)
+    report = command.convert(conversion)
+    assert report["hla"] == conversion.hla and report["hla"]["hla_window"] == 8
+    card = (tmp_path / "hla" / "README.md").read_text()
+    assert report["command"] in card and "secret" not in card and str(tmp_path) not in card + json.dumps(report)
+    words = shlex.split(report["command"])
+    assert words[:3] == ["python", "-m", "conversion.convert"]
+    published = {"source": base.name, "output": "hla", "data": ["text.txt"], "eval_file": "text.txt"}
+    assert command.parse_arguments(words[3:]) == dataclasses.replace(conversion, **published)
+    assert len(words) == 3 + 1 + 2 * 11 + 1  # only what is not default: eleven options, one of them with two values
+
+
+def test_a_conversion_has_every_field_of_the_config_with_its_default():
+    conversion = command.Conversion(source="x", output="y")
+    fields = {f.name: f.default for f in dataclasses.fields(HLAConfigMixin) if f.name != "hla_code_version"}
+    assert conversion.hla == fields
+    assert command.parse_arguments(["x", "--output", "y"]) == conversion
+    with pytest.raises(ValueError, match="--steps must be at least 0, got -1"):
+        command.Conversion(source="x", output="y", steps=-1)
+    words = ["x", "--output", "y", "--keep-softmax", "auto:2", "--hla-layers", "--resume", "--hla-decay", "0.9"]
+    settings = {"keep_softmax": 2, "hla_layers": [], "resume": True, "hla_decay": 0.9}
+    assert command.parse_arguments(words) == command.Conversion(source="x", output="y", **settings)
+    assert "--keep-softmax auto:2" in command.parse_arguments(words).command
+
+
+@pytest.mark.parametrize("program", ["conversion.convert", "training.finetune"])
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+def test_threads_wait_passively_unless_the_user_says_otherwise(program, policy):
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "TRUE"}
+    if policy:
+        environment["OMP_WAIT_POLICY"] = policy
+    done = subprocess.run([sys.executable, "-m", program, "--help"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and f"OMP_WAIT_POLICY = '{policy or 'PASSIVE'}'" in done.stderr, done.stderr
+
+
+def test_a_base_without_a_tokenizer(base, tmp_path, text_file, capsys):
+    shutil.copytree(base, tmp_path / "base")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "base" / name).unlink()
+    arguments = [tmp_path / "base", "--output", tmp_path / "hla"]
+    untrained = [*arguments, "--steps", "0"]
+    for words in (arguments, [*arguments, "--data", text_file], [*untrained, "--eval-file", text_file],
+                  [*untrained, "--data", text_file], [*untrained, "--keep-softmax", "auto:1"]):  # fmt: skip
+        message = error_of(capsys, words).splitlines()[-1]
+        assert message.startswith("error: SOURCE") and "has no tokenizer" in message and "tiktoken" not in message
+    assert not (tmp_path / "hla").exists()
+    command.main([*map(str, untrained), "--tokens", "64", "--seq-len", "32"])
+    assert "random tokens, as the base model has no tokenizer" in (tmp_path / "hla" / "README.md").read_text()
+    assert not (tmp_path / "hla" / "tokenizer.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
+    assert torch.equal(model.lm_head.weight, AutoModelForCausalLM.from_pretrained(base).lm_head.weight)
+    command.main([str(tmp_path / "hla"), "--to-softmax", "--output", str(tmp_path / "back")])
+    assert (tmp_path / "back" / "model.safetensors").is_file()
+
+
+def test_a_generation_config_that_some_versions_refuse_to_save(base, tmp_path, text_file):
+    shutil.copytree(base, tmp_path / "base")
+    settings = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(settings))
+    command.main([str(tmp_path / "base"), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
+    command.main([str(tmp_path / "hla"), "--output", str(tmp_path / "back"), "--to-softmax"])
+    for name in ("hla", "back"):
+        written = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert written.items() >= settings.items() and "do_sample" not in written
+
+
+def test_what_would_stop_the_writing_is_found_before_training(base, tmp_path, text_file, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", fail)
+    monkeypatch.setattr(command, "transfer_attention", None)
+    message = error_of(capsys, [base, "--output", tmp_path / "new" / "hla", "--data", text_file, *FAST])
+    assert "cannot be written" in message and "no space left" in message
+    assert [x.name for x in tmp_path.iterdir()] == ["text.txt"]
+
+
 def test_settings_and_dtype_reach_the_saved_model(base, tmp_path, text_file):
     command.main(
         [str(base), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST, "--dtype", "bfloat16",
@@ -589,14 +673,26 @@ def test_tokenizer_larger_than_the_embedding_is_refused(tokenizer, tmp_path, cap
     assert "tokenizer" in error_of(capsys, [tmp_path / "base", "--output", tmp_path / "hla"])
 
 
-def test_a_failure_while_saving_leaves_nothing(base, tmp_path, text_file, monkeypatch):
+def test_a_failure_while_saving_leaves_nothing_half_written_and_what_was_trained(
+    base, tmp_path, text_file, monkeypatch, capsys
+):
     def fail(report):
         raise OSError("disk full")
 
-    monkeypatch.setattr(command, "model_card", fail)
-    with pytest.raises(OSError, match="disk full"):
-        command.main([str(base), "--output", str(tmp_path / "hla"), "--data", str(text_file), *FAST])
-    assert [x.name for x in tmp_path.iterdir()] == ["text.txt"]
+    arguments = [base, "--data", text_file, *FAST, "--output"]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "model_card", fail)
+        message = error_of(capsys, [*arguments, tmp_path / "hla"], code=1)
+        assert "disk full" in message and "hla.interrupted" in message and "--resume" in message
+        assert {x.name for x in tmp_path.iterdir()} == {"text.txt", "hla.interrupted"}
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "layer_losses", None)  # nothing is trained again
+        report = command.convert(command.parse_arguments([*map(str, arguments), str(tmp_path / "hla"), "--resume"]))
+    whole = command.convert(command.parse_arguments([*map(str, arguments), str(tmp_path / "whole")]))
+    assert {x.name for x in tmp_path.iterdir()} == {"text.txt", "hla", "whole"}
+    assert report["layer_losses"] == whole["layer_losses"]
+    parts, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("hla", "whole"))
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ import json
 import os
 import random
 import resource
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +22,14 @@ from accelerate.state import AcceleratorState, GradientState
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from test_conversion import make_base, tokenizer  # noqa: F401
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from conversion.transfer import hla_parameters
 from hla_hf import causal_linear_attention, softmax_attention, to_hla
-from training import checkpoint, finetune
+from training import checkpoint, export, finetune, loop
+from training import model as student
 from training.data import ShuffledRows, StreamedRows, as_batch, packed_rows
+from training.objective import Objective, Place
 from training.recipe import Recipe, parse_recipe
 
 
@@ -317,7 +321,7 @@ def recipe_of(files, tmp_path, **fields):
 @pytest.mark.parametrize("kind", ["lora", "hla"])
 def test_the_same_weights_are_the_exact_teacher(files, tmp_path, kind):
     base = AutoModelForCausalLM.from_pretrained(files / "base").eval()
-    model = finetune.make_trainable(
+    model = student.make_trainable(
         AutoModelForCausalLM.from_pretrained(files / "hla"), recipe_of(files, tmp_path, train=kind, lora_dropout=0.5)
     ).train()
     for parameter in model.parameters():
@@ -326,7 +330,7 @@ def test_the_same_weights_are_the_exact_teacher(files, tmp_path, kind):
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     ids = torch.arange(3, 63).view(2, 30)
     with torch.no_grad():
-        with finetune.as_base_model(model):
+        with student.as_base_model(model):
             assert torch.equal(model(ids).logits, base(ids).logits)
         assert model.training and {name for name, p in model.named_parameters() if p.requires_grad} == trainable
         assert not torch.allclose(model.eval()(ids).logits, base(ids).logits, atol=1e-3)
@@ -336,9 +340,9 @@ def test_the_same_weights_are_the_exact_teacher(files, tmp_path, kind):
 def test_the_objective_is_kl_and_next_token_loss_over_the_targets(files, tmp_path, kind):
     recipe = recipe_of(files, tmp_path, train=kind, kl_weight=0.7, ce_weight=0.3, temperature=2.0)
     plain = AutoModelForCausalLM.from_pretrained(files / "hla").eval()
-    teacher = finetune.load_teacher(recipe, plain)
+    teacher = student.load_teacher(recipe, plain)
     assert (teacher is None) == (kind == "lora")
-    model = finetune.make_trainable(plain, recipe)
+    model = student.make_trainable(plain, recipe)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -346,8 +350,8 @@ def test_the_objective_is_kl_and_next_token_loss_over_the_targets(files, tmp_pat
     batch = {"input_ids": torch.arange(3, 63).view(2, 30), "position_ids": torch.arange(30).expand(2, 30)}
     batch["labels"] = batch["input_ids"].clone()
     batch["labels"][0, :10] = -100
-    share = finetune.Place(Accelerator(cpu=True), 1).share(batch)
-    loss, sums = finetune.Objective(recipe, model, model, teacher)(share)
+    share = Place(Accelerator(cpu=True), 1).share(batch)
+    loss, sums = Objective(recipe, model, model, teacher)(share)
     base = AutoModelForCausalLM.from_pretrained(files / "base").eval()
     ours, theirs = model(batch["input_ids"]).logits[:, :-1], base(batch["input_ids"]).logits[:, :-1]
     kl = ce = count = top1 = 0
@@ -441,6 +445,25 @@ def test_a_run_trains_what_it_says_and_leaves_a_complete_model(files, tmp_path, 
         )
 
 
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["q_proj", "embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_adapters_of_tied_weights_merge_to_what_was_trained(files, tmp_path, targets):
+    fields = {"lora_targets": targets, "load_best": False, "learning_rate": 3e-2, "kl_weight": 1}
+    state = train(files, tmp_path / "out", **fields)
+    ids = torch.arange(3, 43)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
+    assert not merged.config.tie_word_embeddings
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter").eval()
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
+    before = AutoModelForCausalLM.from_pretrained(files / "hla")
+    for name, module in (("lm_head", "get_output_embeddings"), ("embed_tokens", "get_input_embeddings")):
+        same = torch.equal(getattr(before, module)().weight, getattr(merged, module)().weight)
+        assert same == (name not in targets), name
+    text = packed_rows([str(files / "text.jsonl")], AutoTokenizer.from_pretrained(files / "hla"), 32)
+    batch = as_batch(list(text)[:2])  # the rows held out
+    loss = merged(**batch).loss
+    assert state["eval"][-1]["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-3)
+
+
 @pytest.mark.parametrize("model_type", ["phi3", "gemma2", "qwen3_moe"])
 def test_other_architectures(files, tokenizer, tmp_path, model_type):  # noqa: F811
     """A fused projection, local layers that keep their softmax, a mixture of experts."""
@@ -455,7 +478,7 @@ def test_other_architectures(files, tokenizer, tmp_path, model_type):  # noqa: F
     adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter").eval()
     torch.testing.assert_close(adapted(ids).logits, merged, atol=1e-4, rtol=1e-3)
     original = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()(ids).logits
-    with torch.no_grad(), finetune.as_base_model(adapted):
+    with torch.no_grad(), student.as_base_model(adapted):
         assert torch.equal(adapted(ids).logits, original)
 
 
@@ -516,7 +539,7 @@ def test_trackers_write_where_they_should(files, tmp_path):
 
 def stop_after(monkeypatch, calls, number=signal.SIGTERM):
     """Sends the process a signal within the forward pass of that many training batches."""
-    original, count = finetune.Objective.__call__, [0]
+    original, count = Objective.__call__, [0]
 
     def call(self, batch):
         if torch.is_grad_enabled():
@@ -525,7 +548,7 @@ def stop_after(monkeypatch, calls, number=signal.SIGTERM):
                 os.kill(os.getpid(), number)
         return original(self, batch)
 
-    monkeypatch.setattr(finetune.Objective, "__call__", call)
+    monkeypatch.setattr(Objective, "__call__", call)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -617,7 +640,7 @@ def test_sigterm_from_outside_exits_0_with_the_command_to_continue(files, tmp_pa
 
 
 def nan_at(monkeypatch, steps):
-    original, count = finetune.Objective.__call__, [0]
+    original, count = Objective.__call__, [0]
 
     def call(self, batch):
         loss, sums = original(self, batch)
@@ -627,7 +650,7 @@ def nan_at(monkeypatch, steps):
                 return loss * float("nan"), sums * float("nan")
         return loss, sums
 
-    monkeypatch.setattr(finetune.Objective, "__call__", call)
+    monkeypatch.setattr(Objective, "__call__", call)
 
 
 def test_a_step_without_a_finite_loss_is_skipped_and_counted(files, tmp_path, monkeypatch):
@@ -652,25 +675,79 @@ def test_a_full_disk_loses_nothing(files, tmp_path, capsys):
     """A real limit on the size of files: writing past it fails as on a full disk."""
     out = tmp_path / "out"
     fields = {"steps": 6, "checkpoint_steps": 3}
-    evaluations, original = [], finetune.save_checkpoint
+    evaluations, original = [], loop.save_checkpoint
 
-    def limited(accelerator, output, state, rows):
+    def limited(accelerator, output, progress, rows):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if state["step"] == 6:
+        if progress.step == 6:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         try:
-            original(accelerator, output, state, rows)
+            original(accelerator, output, progress, rows)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        evaluations.append(state["step"])
+        evaluations.append(progress.step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "save_checkpoint", limited)
+        patch.setattr(loop, "save_checkpoint", limited)
         message = error_of(capsys, arguments(files, out, **fields), code=1)
     assert "cannot be written" in message and "checkpoint-00000003" in message and "--resume" in message
     assert evaluations == [0, 3] and not [x for x in out.iterdir() if x.name.startswith(".checkpoint")]
     AcceleratorState._reset_state(True)
     assert len(train(files, out, "--resume", **fields)["train"]) == 6
+
+
+def test_what_would_stop_the_export_is_found_before_training(files, tmp_path, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", fail)
+        message = error_of(capsys, arguments(files, tmp_path / "out"))
+    assert "cannot be written" in message and "no space left" in message
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "matplotlib" in error_of(capsys, arguments(files, tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_export_is_made_up_for_by_resuming(files, tmp_path, monkeypatch, capsys):
+    def fail(*args):
+        raise ValueError("cannot be drawn")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "plot", fail)
+        message = error_of(capsys, arguments(files, tmp_path / "out"), code=1)
+    assert "cannot be drawn" in message and "checkpoint-00000004" in message and "--resume" in message
+    assert not (tmp_path / "out" / "model").exists()
+    AcceleratorState._reset_state(True)
+    monkeypatch.setattr(loop.Run, "step", None)  # nothing is trained again
+    assert len(train(files, tmp_path / "out", "--resume")["train"]) == 4
+
+
+def test_a_generation_config_that_some_versions_refuse_to_save(files, tmp_path):
+    shutil.copytree(files / "hla", tmp_path / "hla")
+    settings = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "hla" / "generation_config.json").write_text(json.dumps(settings))
+    train(files, tmp_path / "out", model=tmp_path / "hla", steps=1)
+    written = json.loads((tmp_path / "out" / "model" / "generation_config.json").read_text())
+    assert written.items() >= settings.items() and "do_sample" not in written
+
+
+def test_runs_from_python_follow_each_other_and_tell_nothing_of_their_host(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/home/someone/server.py", "--token", "secret"])
+    settings = {"seq_len": 32, "steps": 2, "batch_size": 2, "eval_rows": 2, "trackers": ["none"], "accumulation": 1}
+    recipe = Recipe(model=str(files / "hla"), data=[str(files / "text.jsonl")], output=str(tmp_path / "a"), **settings)
+    first = finetune.run(recipe)
+    second = finetune.run(dataclasses.replace(recipe, output=str(tmp_path / "b"), accumulation=2, resume=False))
+    assert [len(x["train"]) for x in (first, second)] == [2, 2] and second["tokens"] == 2 * first["tokens"]
+    written = history(tmp_path / "a")
+    assert {k: v for k, v in first.items() if k != "recipe"} == {k: v for k, v in written.items() if k != "recipe"}
+    assert "secret" not in (tmp_path / "a" / "model" / "README.md").read_text()
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        stopped = dataclasses.replace(recipe, output=str(tmp_path / "c"), steps=5, load_best=False)
+        assert finetune.run(stopped) is None
+    words = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
+    assert parse_recipe(words[3:]) == dataclasses.replace(stopped, resume=True)
 
 
 def test_a_truncated_checkpoint_is_named_with_the_one_to_continue_from(files, tmp_path, monkeypatch, capsys):

@@ -70,7 +70,7 @@ def randomize(model):
     return model
 
 
-def tiny_model(architecture="llama", seed=0, dtype=torch.float32, **settings):
+def tiny_model(architecture="llama", seed=0, dtype=torch.float64, **settings):
     torch.manual_seed(seed)
     return randomize(model_class(architecture)(tiny_config(architecture, **settings))).eval().to(dtype)
 

@@ -5,22 +5,26 @@ restart with each, which is where the models reset their states. `labels` are th
 and -100 where there is no loss: at the first token of a document, and in a chat outside the assistant's turns.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import cache
+from itertools import islice, pairwise
 
+import jinja2
 import numpy as np
 import torch
-from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 from datasets import List as ListOf
 from datasets.distributed import split_dataset_by_node
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from conversion.text import BUILDERS
+from conversion.text import DataError, Tokens, rows_of, tokenized
+
+from .recipe import Recipe
 
 
 Batch = dict[str, Tensor]
-_TOKENIZED = Features({"input_ids": ListOf(Value("int32")), "has_loss": ListOf(Value("bool"))})
 _PACKED = Features({name: ListOf(Value("int32")) for name in ("input_ids", "labels", "position_ids")})
 _DOCUMENTS_PER_PACK = 1000
 
@@ -32,73 +36,72 @@ def packed_rows(
     *,
     streaming: bool = False,
     num_proc: int | None = None,
+    flag: str = "--data",
 ) -> Dataset | IterableDataset:
     """The rows of files, directories and datasets, in their own order; tokenised once and cached unless streamed.
 
     Each thousand documents are cut into rows, and what does not fill the last row is dropped.
-    Raises: ValueError if a source cannot be read, is empty or has neither a `text` nor a `messages` column.
+    Raises: DataError, also while it is streamed, if a source cannot be read, is empty, or a row of it is broken.
     """
-    parts = []
-    for name in data:
-        documents = _documents(name, streaming)
-        try:
-            columns = documents.column_names or list(next(iter(documents)))
-        except StopIteration:
-            columns = []
-        if not columns or (not streaming and len(documents) == 0):
-            raise ValueError(f"data {name!r} is empty")
-        column = next((x for x in ("messages", "text") if x in columns), None)
-        if column is None:
-            raise ValueError(f"data {name!r} has neither a 'text' nor a 'messages' column, only {sorted(columns)}")
-        parallel = {} if streaming else {"num_proc": num_proc, "desc": "tokenising"}
-        tokenizer("")  # a fast tokenizer's first call changes its hash, which names the cache
-        parts.append(
-            documents.map(
-                _tokenize_chat if column == "messages" else _tokenize_text, input_columns=[column],
-                fn_kwargs={"tokenizer": tokenizer}, remove_columns=columns, features=_TOKENIZED, **parallel,
-            )
-        )  # fmt: skip
+    parts = [
+        tokenized(name, tokenizer, chat_tokens=assistant_tokens, streaming=streaming, num_proc=num_proc, flag=flag)
+        for name in data
+    ]
     rows = concatenate_datasets(parts).map(
         _pack, batched=True, batch_size=_DOCUMENTS_PER_PACK, fn_kwargs={"seq_len": seq_len},
-        remove_columns=list(_TOKENIZED), features=_PACKED, **({} if streaming else {"desc": "packing"}),
+        remove_columns=["input_ids", "has_loss"], features=_PACKED, **({} if streaming else {"desc": "packing"}),
     )  # fmt: skip
     if not streaming and len(rows) == 0:
-        raise ValueError(f"data {', '.join(data)} does not fill one row of seq_len={seq_len} tokens")
+        raise DataError(f"{flag} {', '.join(data)} does not fill one row of seq_len={seq_len} tokens")
     return rows
 
 
-def _documents(name: str, streaming: bool) -> Dataset | IterableDataset:
-    path = Path(name)
-    if path.is_file():
-        builder = BUILDERS.get(path.suffix, "text")
-        options = {"sample_by": "document"} if builder == "text" else {}
-        source = {"path": builder, "data_files": str(path), **options}
-    elif path.suffix in BUILDERS:
-        raise ValueError(f"data file {name!r} does not exist")
-    elif path.is_dir():
-        source = {"path": str(path)}
+def make_rows(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, process: int = 0, num_processes: int = 1
+) -> tuple["ShuffledRows | StreamedRows", list[dict], list[dict] | None, int]:
+    """The endless training batches, the rows of evaluation and of test, and the steps that the recipe asks for."""
+
+    def read(data: list[str], seq_len: int, flag: str) -> Dataset | IterableDataset:
+        options = {"streaming": recipe.streaming, "num_proc": recipe.num_proc, "flag": flag}
+        return packed_rows(data, tokenizer, seq_len, **options)
+
+    rows = read(recipe.data, recipe.seq_len, "--data")
+    eval_len = recipe.eval_seq_len or recipe.seq_len
+    if recipe.eval_data:
+        evaluation = _first(read(recipe.eval_data, eval_len, "--eval_data"), recipe.eval_rows)
     else:
-        repository, _, config = name.partition(":")
-        source = {"path": repository, "name": config or None}
-    try:
-        return load_dataset(**source, split="train", streaming=streaming)
-    except Exception as error:  # each builder has errors of its own
-        raise ValueError(f"data {name!r} cannot be read: {error}") from error
+        # Held out are the first rows of data, cut anew if evaluation has another length.
+        taken = math.ceil(recipe.eval_rows * eval_len / recipe.seq_len)
+        evaluation = _first(read(recipe.data, eval_len, "--data"), recipe.eval_rows)
+        if not recipe.streaming and len(rows) <= taken:
+            raise ValueError(
+                f"data has {len(rows)} rows of seq_len={recipe.seq_len} tokens, of which {taken} are held out for "
+                f"eval_rows={recipe.eval_rows}: none is left; give more data, a smaller eval_rows or eval_data"
+            )
+        rows = rows.skip(taken)
+    test = _first(read(recipe.test_data, eval_len, "--test_data"), recipe.eval_rows) if recipe.test_data else None
+    if recipe.streaming:
+        return StreamedRows(rows, recipe.batch_size, process, num_processes), evaluation, test, recipe.steps
+    per_step = recipe.batch_size * recipe.accumulation * num_processes
+    steps = recipe.steps or max(1, math.ceil(recipe.epochs * len(rows) / per_step))
+    return ShuffledRows(rows, recipe.batch_size, recipe.seed, process, num_processes), evaluation, test, steps
 
 
-def _tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
-    ids = tokenizer(text, verbose=False).input_ids
-    if tokenizer.eos_token_id is not None:
-        ids = [*ids, tokenizer.eos_token_id]
-    return {"input_ids": ids, "has_loss": [True] * len(ids)}
+def _first(rows: Dataset | IterableDataset, count: int) -> list[dict]:
+    first = list(islice(rows_of(rows), count))
+    if not first:
+        raise ValueError("the evaluation data does not fill one row")
+    return first
 
 
-def _tokenize_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
-    """Raises: ValueError if the chat template is missing or does not show where the assistant's turns are."""
-    template = tokenizer.chat_template
-    if not template:
+def assistant_tokens(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """A chat with loss on the assistant's turns alone.
+
+    Raises: ValueError if the chat template is missing or does not show where the assistant's turns are.
+    """
+    if not tokenizer.chat_template:
         raise ValueError("the data has chats ('messages'), but the tokenizer has no chat template")
-    if "{% generation" in template or "{%- generation" in template:
+    if marks_answers(tokenizer.get_chat_template()):
         chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         return {"input_ids": chat["input_ids"], "has_loss": [bool(x) for x in chat["assistant_masks"]]}
     text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -116,6 +119,13 @@ def _tokenize_chat(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> 
     tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     has_loss = [any(start <= a < end for start, end in turns) for a, _ in tokens.offset_mapping]
     return {"input_ids": tokens.input_ids, "has_loss": has_loss}
+
+
+@cache
+def marks_answers(template: str) -> bool:
+    """Whether a chat template marks the assistant's turns: has a `generation` block, however it is spelled."""
+    words = [(kind, word) for _, kind, word in jinja2.Environment().lex(template) if kind != "whitespace"]
+    return any(a == "block_begin" and b == ("name", "generation") for (a, _), b in pairwise(words))
 
 
 def _pack(documents: dict[str, list], seq_len: int) -> dict[str, np.ndarray]:
@@ -183,7 +193,7 @@ class StreamedRows:
     def _row(self) -> dict:
         for _ in range(2):
             if self._iterator is None:
-                self._iterator = iter(self.rows)
+                self._iterator = rows_of(self.rows)
             row = next(self._iterator, None)
             if row is not None:
                 return row

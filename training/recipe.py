@@ -9,6 +9,8 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
+from conversion.settings import command_line
+
 
 # ruff: noqa: RUF009 -- `_option` is `dataclasses.field`
 
@@ -70,8 +72,6 @@ class Recipe:
         for name in ("model", "output", "data"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is required")
-        if self.trackers == ["none"]:
-            self.trackers = []
         if self.train not in ("lora", "hla", "full"):
             raise ValueError(f"train must be lora, hla or full, got {self.train!r}")
         allowed = [x.value for x in SchedulerType]
@@ -105,6 +105,16 @@ class Recipe:
                 )
         if self.streaming and self.steps is None:
             raise ValueError("streaming data has no known length: give steps")
+
+    @property
+    def tracker_names(self) -> list[str]:
+        """`trackers`, of which `none` means there are none."""
+        return [] if self.trackers == ["none"] else self.trackers
+
+    @property
+    def command(self) -> str:
+        """The command of this recipe: what is not default."""
+        return command_line("python -m training.finetune", self)
 
 
 def parse_recipe(arguments: list[str] | None = None) -> Recipe:
