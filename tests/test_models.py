@@ -398,7 +398,8 @@ print("loaded", len(list(root.iterdir())))
 
 def test_loads_anywhere_without_the_package(tmp_path):
     for architecture in ARCHITECTURES:
-        model = tiny_model(architecture, hla_window=8, tie_word_embeddings=architecture == "qwen3")
+        settings = {"hla_window": 8, "tie_word_embeddings": architecture == "qwen3"}
+        model = tiny_model(architecture, dtype=torch.float32, **settings)
         ids = tokens(1, 30)
         model.save_pretrained(tmp_path / architecture)
         with torch.no_grad():
