@@ -299,6 +299,8 @@ class _Call:
         self.dtype, self.parameters = dtype, parameters
         self.scale = q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
         self.gate = of_heads(parameters.gate.to(dtype), q.shape[1])
+        if not q.is_cuda:  # of the W + C keys that a chunk multiplies a token sees W
+            size = min(size, max(16, settings.window // 2))
         if layout.runs is not None:  # then one document of a chunk at most has sinks beyond the window
             size = min(size, settings.window)
         self.blocks = blocks_of(q.shape[2], size, chunks_per_block(q, size))
