@@ -194,7 +194,7 @@ WHEN_MADE: list[Callable[[type], None]] = []  # called with the class of each co
 
 
 @cache
-def config_class(model_type: str) -> type:
+def config_class(model_type: str, /) -> type:
     """`HLALlamaConfig` and so on, made when it is first asked for."""
     base = getattr(transformers, base_class_names(model_type)[0])
     attributes = {

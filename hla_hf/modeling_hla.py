@@ -276,9 +276,13 @@ class HLADecoderMixin(HLAModelMixin):
 _AUTO_CLASSES = {"AutoModel": (1, HLADecoderMixin), "AutoModelForCausalLM": (2, HLAModelMixin)}
 
 
-@cached
 def model_class(model_type: str, auto_class: str = "AutoModelForCausalLM") -> type:
     """`HLALlamaForCausalLM`, with `auto_class="AutoModel"` `HLALlamaModel`, and so on, made when first asked for."""
+    return _model_class(model_type, auto_class)
+
+
+@cached  # which tells a default from the same argument given: a second class would not pickle
+def _model_class(model_type: str, auto_class: str) -> type:
     index, mixin = _AUTO_CLASSES[auto_class]
     base = getattr(transformers, base_class_names(model_type)[index])
     attributes = {
