@@ -39,7 +39,7 @@ def __getattr__(name: str) -> type:
     """`HLALlamaConfig`, `HLALlamaModel`, `HLALlamaForCausalLM` and so on: classes are made when asked for."""
     if name.startswith("HLA") and name in __all__:
         return getattr(configuration_hla if name.endswith("Config") else modeling_hla, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise configuration_hla.no_such_name(__name__, name)
 
 
 def _register_models(config: type) -> None:

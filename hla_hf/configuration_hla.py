@@ -8,6 +8,7 @@ Transformers 5 do.
 import dataclasses
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING, Self
 
 import transformers
 from huggingface_hub.dataclasses import strict
@@ -15,6 +16,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from .ops_hla import FEATURE_MAPS, OPERATORS
+
+
+if TYPE_CHECKING:
+    # Transformers reads this line too. It names a saved directory's copy of this file by what the files that this one
+    # names hold, and runs the model class that was first registered for a config: two directories that differ in any
+    # file must not share it.
+    from .modeling_hla import HLAModelMixin  # noqa: F401
 
 
 # The `model_type` of each supported architecture, with what is special about its attention. Layers with a local
@@ -115,15 +123,15 @@ class HLAConfigMixin:
         }
 
     @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs) -> "HLAConfigMixin":
+    def from_dict(cls, config_dict: dict, **kwargs) -> Self:
         return super().from_dict({"hla_code_version": 1} | config_dict, **kwargs)
 
     def validate_hla(self) -> None:
         """Raises ValueError naming the field, its value and what is allowed."""
         if not 1 <= self.hla_code_version <= CODE_VERSION:
             raise ValueError(
-                f"hla_code_version={self.hla_code_version} is newer than this code, which knows 1 to {CODE_VERSION}: "
-                "upgrade hla_hf, or load the model with its own code (trust_remote_code=True in a process that has not "
+                f"hla_code_version must be 1 to {CODE_VERSION} for this code, got {self.hla_code_version}: for a newer "
+                "model upgrade hla_hf, or load it with its own code (trust_remote_code=True in a process that has not "
                 "imported hla_hf)"
             )
         for name, allowed in (
@@ -194,7 +202,7 @@ WHEN_MADE: list[Callable[[type], None]] = []  # called with the class of each co
 
 
 @cache
-def config_class(model_type: str) -> type:
+def config_class(model_type: str, /) -> type:
     """`HLALlamaConfig` and so on, made when it is first asked for."""
     base = getattr(transformers, base_class_names(model_type)[0])
     attributes = {
@@ -207,8 +215,19 @@ def config_class(model_type: str) -> type:
     return strict(type(f"HLA{base.__name__}", (HLAConfigMixin, base), attributes))
 
 
+def no_such_name(module: str, name: str) -> Exception:
+    """What to raise for a name that a module lacks. `from ... import` replaces the words of an AttributeError."""
+    lacking = [x for x in ARCHITECTURES if x not in available_architectures()]
+    if lacking and name.startswith("HLA"):
+        return ImportError(
+            f"cannot import name {name!r} from {module!r}: Transformers {transformers.__version__} has no "
+            f"{', '.join(lacking)}"
+        )
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
 def __getattr__(name: str) -> type:
     for model_type in available_architectures():
         if name == f"HLA{CONFIG_MAPPING_NAMES[model_type]}":
             return config_class(model_type)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_such_name(__name__, name)

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .cache_hla import load_cache, new_cache, save_cache, use_hla_layers
-from .configuration_hla import available_architectures, base_class_names, config_class
+from .configuration_hla import available_architectures, base_class_names, config_class, no_such_name
 from .layer_hla import ATTENTION, HLALayer, LayerSettings, hla_attentions, note_call
 
 
@@ -276,9 +276,13 @@ class HLADecoderMixin(HLAModelMixin):
 _AUTO_CLASSES = {"AutoModel": (1, HLADecoderMixin), "AutoModelForCausalLM": (2, HLAModelMixin)}
 
 
-@cached
 def model_class(model_type: str, auto_class: str = "AutoModelForCausalLM") -> type:
     """`HLALlamaForCausalLM`, with `auto_class="AutoModel"` `HLALlamaModel`, and so on, made when first asked for."""
+    return _model_class(model_type, auto_class)
+
+
+@cached  # which tells a default from the same argument given: a second class would not pickle
+def _model_class(model_type: str, auto_class: str) -> type:
     index, mixin = _AUTO_CLASSES[auto_class]
     base = getattr(transformers, base_class_names(model_type)[index])
     attributes = {
@@ -314,7 +318,7 @@ def __getattr__(name: str) -> type:
         for auto_class, (index, _) in _AUTO_CLASSES.items():
             if name == f"HLA{base_class_names(model_type)[index]}":
                 return model_class(model_type, auto_class)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_such_name(__name__, name)
 
 
 def _become(module: nn.Module, cls: type) -> None:

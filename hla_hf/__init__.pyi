@@ -1,0 +1,224 @@
+# Written by `HLA_WRITE_STUB=1 python -m pytest tests/test_loading.py -k stub`.
+from transformers.models.arcee.configuration_arcee import ArceeConfig
+from transformers.models.arcee.modeling_arcee import ArceeForCausalLM, ArceeModel
+from transformers.models.cohere.configuration_cohere import CohereConfig
+from transformers.models.cohere.modeling_cohere import CohereForCausalLM, CohereModel
+from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
+from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM, Gemma2Model
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextModel
+from transformers.models.glm4.configuration_glm4 import Glm4Config
+from transformers.models.glm4.modeling_glm4 import Glm4ForCausalLM, Glm4Model
+from transformers.models.granite.configuration_granite import GraniteConfig
+from transformers.models.granite.modeling_granite import GraniteForCausalLM, GraniteModel
+from transformers.models.helium.configuration_helium import HeliumConfig
+from transformers.models.helium.modeling_helium import HeliumForCausalLM, HeliumModel
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+from transformers.models.ministral.configuration_ministral import MinistralConfig
+from transformers.models.ministral.modeling_ministral import MinistralForCausalLM, MinistralModel
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralModel
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, MixtralModel
+from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
+from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM, Olmo2Model
+from transformers.models.olmo3.configuration_olmo3 import Olmo3Config
+from transformers.models.olmo3.modeling_olmo3 import Olmo3ForCausalLM, Olmo3Model
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM, Phi3Model
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2Model
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeModel
+from transformers.models.seed_oss.configuration_seed_oss import SeedOssConfig
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssForCausalLM, SeedOssModel
+from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM, SmolLM3Model
+from transformers.models.starcoder2.configuration_starcoder2 import Starcoder2Config
+from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2ForCausalLM, Starcoder2Model
+
+from .cache_hla import HLACacheLayer as HLACacheLayer
+from .cache_hla import cache_nbytes as cache_nbytes
+from .cache_hla import new_cache as new_cache
+from .cache_hla import use_hla_layers as use_hla_layers
+from .configuration_hla import ARCHITECTURES as ARCHITECTURES
+from .configuration_hla import HLAConfigMixin
+from .definitions import hla3_published as hla3_published
+from .modeling_hla import HLADecoderMixin, HLAModelMixin
+from .modeling_hla import softmax_attention as softmax_attention
+from .modeling_hla import to_hla as to_hla
+from .modeling_hla import to_softmax as to_softmax
+from .ops_hla import ahla as ahla
+from .ops_hla import causal_linear_attention as causal_linear_attention
+from .ops_hla import feature_map as feature_map
+from .ops_hla import hla2 as hla2
+from .ops_hla import hla3 as hla3
+from .window_hla import FarParameters as FarParameters
+from .window_hla import LayerState as LayerState
+from .window_hla import WindowSettings as WindowSettings
+from .window_hla import windowed_attention as windowed_attention
+
+__version__: str
+
+class HLALlamaConfig(HLAConfigMixin, LlamaConfig): ...
+
+class HLALlamaModel(HLADecoderMixin, LlamaModel):
+    config: HLALlamaConfig
+
+class HLALlamaForCausalLM(HLAModelMixin, LlamaForCausalLM):
+    config: HLALlamaConfig
+
+class HLAMistralConfig(HLAConfigMixin, MistralConfig): ...
+
+class HLAMistralModel(HLADecoderMixin, MistralModel):
+    config: HLAMistralConfig
+
+class HLAMistralForCausalLM(HLAModelMixin, MistralForCausalLM):
+    config: HLAMistralConfig
+
+class HLAMinistralConfig(HLAConfigMixin, MinistralConfig): ...
+
+class HLAMinistralModel(HLADecoderMixin, MinistralModel):
+    config: HLAMinistralConfig
+
+class HLAMinistralForCausalLM(HLAModelMixin, MinistralForCausalLM):
+    config: HLAMinistralConfig
+
+class HLAQwen2Config(HLAConfigMixin, Qwen2Config): ...
+
+class HLAQwen2Model(HLADecoderMixin, Qwen2Model):
+    config: HLAQwen2Config
+
+class HLAQwen2ForCausalLM(HLAModelMixin, Qwen2ForCausalLM):
+    config: HLAQwen2Config
+
+class HLAQwen3Config(HLAConfigMixin, Qwen3Config): ...
+
+class HLAQwen3Model(HLADecoderMixin, Qwen3Model):
+    config: HLAQwen3Config
+
+class HLAQwen3ForCausalLM(HLAModelMixin, Qwen3ForCausalLM):
+    config: HLAQwen3Config
+
+class HLASmolLM3Config(HLAConfigMixin, SmolLM3Config): ...
+
+class HLASmolLM3Model(HLADecoderMixin, SmolLM3Model):
+    config: HLASmolLM3Config
+
+class HLASmolLM3ForCausalLM(HLAModelMixin, SmolLM3ForCausalLM):
+    config: HLASmolLM3Config
+
+class HLAOlmo2Config(HLAConfigMixin, Olmo2Config): ...
+
+class HLAOlmo2Model(HLADecoderMixin, Olmo2Model):
+    config: HLAOlmo2Config
+
+class HLAOlmo2ForCausalLM(HLAModelMixin, Olmo2ForCausalLM):
+    config: HLAOlmo2Config
+
+class HLAOlmo3Config(HLAConfigMixin, Olmo3Config): ...
+
+class HLAOlmo3Model(HLADecoderMixin, Olmo3Model):
+    config: HLAOlmo3Config
+
+class HLAOlmo3ForCausalLM(HLAModelMixin, Olmo3ForCausalLM):
+    config: HLAOlmo3Config
+
+class HLAGraniteConfig(HLAConfigMixin, GraniteConfig): ...
+
+class HLAGraniteModel(HLADecoderMixin, GraniteModel):
+    config: HLAGraniteConfig
+
+class HLAGraniteForCausalLM(HLAModelMixin, GraniteForCausalLM):
+    config: HLAGraniteConfig
+
+class HLAPhi3Config(HLAConfigMixin, Phi3Config): ...
+
+class HLAPhi3Model(HLADecoderMixin, Phi3Model):
+    config: HLAPhi3Config
+
+class HLAPhi3ForCausalLM(HLAModelMixin, Phi3ForCausalLM):
+    config: HLAPhi3Config
+
+class HLAHeliumConfig(HLAConfigMixin, HeliumConfig): ...
+
+class HLAHeliumModel(HLADecoderMixin, HeliumModel):
+    config: HLAHeliumConfig
+
+class HLAHeliumForCausalLM(HLAModelMixin, HeliumForCausalLM):
+    config: HLAHeliumConfig
+
+class HLAStarcoder2Config(HLAConfigMixin, Starcoder2Config): ...
+
+class HLAStarcoder2Model(HLADecoderMixin, Starcoder2Model):
+    config: HLAStarcoder2Config
+
+class HLAStarcoder2ForCausalLM(HLAModelMixin, Starcoder2ForCausalLM):
+    config: HLAStarcoder2Config
+
+class HLAArceeConfig(HLAConfigMixin, ArceeConfig): ...
+
+class HLAArceeModel(HLADecoderMixin, ArceeModel):
+    config: HLAArceeConfig
+
+class HLAArceeForCausalLM(HLAModelMixin, ArceeForCausalLM):
+    config: HLAArceeConfig
+
+class HLASeedOssConfig(HLAConfigMixin, SeedOssConfig): ...
+
+class HLASeedOssModel(HLADecoderMixin, SeedOssModel):
+    config: HLASeedOssConfig
+
+class HLASeedOssForCausalLM(HLAModelMixin, SeedOssForCausalLM):
+    config: HLASeedOssConfig
+
+class HLACohereConfig(HLAConfigMixin, CohereConfig): ...
+
+class HLACohereModel(HLADecoderMixin, CohereModel):
+    config: HLACohereConfig
+
+class HLACohereForCausalLM(HLAModelMixin, CohereForCausalLM):
+    config: HLACohereConfig
+
+class HLAGlm4Config(HLAConfigMixin, Glm4Config): ...
+
+class HLAGlm4Model(HLADecoderMixin, Glm4Model):
+    config: HLAGlm4Config
+
+class HLAGlm4ForCausalLM(HLAModelMixin, Glm4ForCausalLM):
+    config: HLAGlm4Config
+
+class HLAGemma2Config(HLAConfigMixin, Gemma2Config): ...
+
+class HLAGemma2Model(HLADecoderMixin, Gemma2Model):
+    config: HLAGemma2Config
+
+class HLAGemma2ForCausalLM(HLAModelMixin, Gemma2ForCausalLM):
+    config: HLAGemma2Config
+
+class HLAGemma3TextConfig(HLAConfigMixin, Gemma3TextConfig): ...
+
+class HLAGemma3TextModel(HLADecoderMixin, Gemma3TextModel):
+    config: HLAGemma3TextConfig
+
+class HLAGemma3ForCausalLM(HLAModelMixin, Gemma3ForCausalLM):
+    config: HLAGemma3TextConfig
+
+class HLAMixtralConfig(HLAConfigMixin, MixtralConfig): ...
+
+class HLAMixtralModel(HLADecoderMixin, MixtralModel):
+    config: HLAMixtralConfig
+
+class HLAMixtralForCausalLM(HLAModelMixin, MixtralForCausalLM):
+    config: HLAMixtralConfig
+
+class HLAQwen3MoeConfig(HLAConfigMixin, Qwen3MoeConfig): ...
+
+class HLAQwen3MoeModel(HLADecoderMixin, Qwen3MoeModel):
+    config: HLAQwen3MoeConfig
+
+class HLAQwen3MoeForCausalLM(HLAModelMixin, Qwen3MoeForCausalLM):
+    config: HLAQwen3MoeConfig
