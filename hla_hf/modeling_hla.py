@@ -181,9 +181,9 @@ class HLADecoderMixin(HLAModelMixin):
                 hla_mask = attention_mask["hla"]
                 attention_mask = attention_mask.get("softmax", attention_mask)
             if hla_mask is not None:
-                kwargs["hla_mask"] = padding = self._padding_mask(hla_mask, *inputs.shape[:2], cache)
-                if padding is not None and position_ids is None and not torch.compiler.is_compiling():
-                    position_ids = (hla_mask.long().cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+                kwargs["hla_mask"] = self._padding_mask(hla_mask, *inputs.shape[:2], cache)
+                if position_ids is None:
+                    position_ids = self._positions_of(hla_mask, inputs.shape[1], cache)
             if not torch.compiler.is_compiling():
                 kwargs["hla_memo"] = {}
         kwargs[cache_argument] = cache
@@ -271,6 +271,20 @@ class HLADecoderMixin(HLAModelMixin):
             )
         mask = attention_mask[:, -length:]
         return None if not compiling and bool(mask.all()) else mask
+
+    @staticmethod
+    def _positions_of(attention_mask: Tensor, length: int, cache) -> Tensor | None:
+        """The positions of the last T tokens of a `[B, past + T]` mask: the real tokens before each, also in the past.
+
+        None, which Transformers takes for no padding, if there is none or if the mask leaves the past out.
+        """
+        past = 0 if cache is None else cache.get_seq_length()
+        compiling = torch.compiler.is_compiling()
+        if (compiling and isinstance(past, Tensor)) or attention_mask.shape[1] != int(past) + length:
+            return None
+        if not compiling and bool(attention_mask.all()):
+            return None
+        return ((attention_mask != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:]
 
 
 _AUTO_CLASSES = {"AutoModel": (1, HLADecoderMixin), "AutoModelForCausalLM": (2, HLAModelMixin)}
