@@ -36,6 +36,8 @@ _CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).pa
 class HLAModelMixin:
     """Over a Transformers model class: its chosen attention layers become HLA layers."""
 
+    _supports_attention_backend = False  # an engine that swaps the config's attention function reaches no HLA layer
+
     def __init__(self, config):
         super().__init__(config)
         self._add_hla()
@@ -113,6 +115,14 @@ class HLAModelMixin:
             use_hla_layers(cache, self.config.hla_layer_ids)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
+
+    def init_continuous_batching(self, *args, **kwargs) -> None:
+        """Raises: ValueError, before `generate_batch` and its like have begun."""
+        raise ValueError(
+            f"{type(self).__name__} cannot be generated from by continuous batching (generate_batch, "
+            "cache_implementation='paged'): it swaps the attention function and the cache of every layer, and HLA layers "
+            "need their own; use generate() with another cache_implementation, or without"
+        )
 
     def fingerprint(self) -> str:
         """Identifies the model by its config and a few values of each weight: what a saved cache belongs to."""

@@ -13,6 +13,7 @@ from tiny import (
     tokens,
 )
 from torch.testing import assert_close
+from transformers import GenerationConfig
 
 import hla_hf
 from hla_hf.ops_hla import FEATURE_MAPS
@@ -66,3 +67,40 @@ def test_left_padding_without_positions(operator, feature_map, window):
 def test_left_padding_without_positions_in_other_architectures(architecture, mode):
     settings = {"num_hidden_layers": 3} | ARCHITECTURE_SETTINGS.get(architecture, {}) | MODES[mode]
     assert_padding_moves_nothing(tiny_model(architecture, **settings), atol=1e-3)
+
+
+# ---- engines that bring their own attention ----------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_sees_that_it_cannot_swap_the_attention(mode):
+    assert tiny_base().is_backend_compatible()
+    for model in (tiny_model(**MODES[mode]), hla_hf.to_hla(tiny_base(), **MODES[mode])):
+        assert not model.is_backend_compatible() and not model.model.is_backend_compatible()
+        prompt = tokens(1, 12)
+        expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+    assert hla_hf.to_softmax(model).is_backend_compatible()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "call",
+    (
+        lambda model, ids: model.generate_batch(ids.tolist(), max_new_tokens=4),
+        lambda model, ids: model.generate(ids, max_new_tokens=4, cache_implementation="paged"),
+        lambda model, ids: model.init_continuous_batching(),
+        lambda model, ids: model.continuous_batching_context_manager().__enter__(),
+    ),
+)
+def test_paged_generation_is_refused_before_it_begins(mode, call):
+    model, prompt = tiny_model(**MODES[mode]), tokens(2, 9)
+    implementation, expected = model.config._attn_implementation, model.generate(prompt, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"cannot be generated from by continuous batching .*use generate\(\)"):
+        call(model, prompt)
+    assert model.config._attn_implementation == implementation
+    # in a generation config Transformers takes the word for its ordinary cache
+    paged = GenerationConfig(max_new_tokens=4, cache_implementation="paged", pad_token_id=0)
+    assert torch.equal(model.generate(prompt, generation_config=paged), expected)
