@@ -7,6 +7,7 @@ untouched, with whatever attention implementation the user asked for.
 import copy
 import hashlib
 import inspect
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from functools import cache as cached
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -131,9 +133,10 @@ class HLAModelMixin:
             config.pop(name, None)
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
         for name, parameter in sorted(self.base_model.named_parameters()):
-            values = parameter.detach().flatten()
-            values = values[:: max(1, len(values) // 16)].float().cpu().numpy()
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + values.tobytes())
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            for tensor in _plain_tensors(parameter.detach()):
+                values = tensor.flatten()
+                digest.update(values[:: max(1, len(values) // 16)].float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def save_cache(self, cache: Cache, path: str | os.PathLike) -> None:
@@ -351,12 +354,22 @@ def _become(module: nn.Module, cls: type) -> None:
 
 def _place_for_parameters(attention: nn.Module, decoder: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
     """Where an attention module computes and in which dtype: its own weights may be packed, or away on disk."""
-    like = next(attention.parameters())
+    like = next(itertools.chain(attention.parameters(), attention.buffers()))
     device = like.device
     for module in attention.modules():
         if device.type == "meta" and hasattr(module, "_hf_hook"):
             device = torch.device(getattr(module._hf_hook, "execution_device", None) or device)
-    return device, like.dtype if like.dtype.is_floating_point else decoder.dtype
+    is_packed = not like.dtype.is_floating_point or like.dtype.itemsize == 1
+    return device, decoder.dtype if is_packed else like.dtype
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that one of a quantising library is made of; any other is itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
 
 
 def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
@@ -365,13 +378,36 @@ def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
     Args:
         model: a `LlamaForCausalLM`, `Qwen3Model` and so on, of an architecture in `ARCHITECTURES`.
         hla_settings: the `hla_*` fields of its new config.
-    Raises: ValueError if the architecture is not supported or a setting is wrong; `model` is then as it was.
+    Raises: ValueError if the architecture is not supported or a setting is wrong. Whatever it raises, `model` is then
+        as it was.
     """
     cls = hla_class(type(model))
-    _replace_config(model, config_class(model.config.model_type), **hla_settings)
-    _become(model, cls)
-    model._add_hla()
+    with _as_it_was_on_failure(model):
+        _replace_config(model, config_class(model.config.model_type), **hla_settings)
+        _become(model, cls)
+        model._add_hla()
     return model
+
+
+@contextmanager
+def _as_it_was_on_failure(model: nn.Module) -> Iterator[None]:
+    """If what is within fails, the modules of `model` get back their class, attributes, children and hooks."""
+    before = [
+        (module, type(module), {n: (x, x.copy() if isinstance(x, dict) else None) for n, x in vars(module).items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, cls, attributes in before:
+            module.__class__ = cls
+            vars(module).clear()
+            for name, (value, content) in attributes.items():
+                if content is not None:  # the same dict: the handles of hooks refer to it
+                    value.clear()
+                    value.update(content)
+                vars(module)[name] = value
+        raise
 
 
 def to_softmax(model: PreTrainedModel) -> PreTrainedModel:
@@ -409,6 +445,9 @@ def _replace_config(model: PreTrainedModel, config_class: type, **settings) -> N
     new = config_class(**kept, **settings)
     new.name_or_path = old.name_or_path
     new._attn_implementation = old._attn_implementation
+    new._experts_implementation = old._experts_implementation
+    if hasattr(old, "quantization_config"):  # as an object: what saves and reloads packed weights asks it
+        new.quantization_config = old.quantization_config
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = new

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 from tiny import (
     ARCHITECTURE_SETTINGS,
     CACHE,
@@ -13,9 +15,10 @@ from tiny import (
     tokens,
 )
 from torch.testing import assert_close
-from transformers import GenerationConfig
+from transformers import BitsAndBytesConfig, GenerationConfig
 
 import hla_hf
+from hla_hf import modeling_hla
 from hla_hf.ops_hla import FEATURE_MAPS
 
 
@@ -104,3 +107,131 @@ def test_paged_generation_is_refused_before_it_begins(mode, call):
     # in a generation config Transformers takes the word for its ordinary cache
     paged = GenerationConfig(max_new_tokens=4, cache_implementation="paged", pad_token_id=0)
     assert torch.equal(model.generate(prompt, generation_config=paged), expected)
+
+
+# ---- packed weights, and a conversion that fails ----------------------------------------
+
+
+class PackedLinear(torch.nn.Linear):
+    """A Linear of 8 bits with one scale per row, as quantising libraries replace it: its weight is no float."""
+
+    def __init__(self, linear, dtype=torch.uint8):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 100
+        packed = linear.weight.detach() / self.scale
+        packed = (packed + 128).round() if dtype == torch.uint8 else packed
+        self.zero = 128 if dtype == torch.uint8 else 0
+        self.weight = torch.nn.Parameter(packed.to(dtype), requires_grad=False)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, ((self.weight.to(x.dtype) - self.zero) * self.scale).to(x.dtype))
+
+
+class BufferLinear(PackedLinear):
+    """One that keeps no parameter at all."""
+
+    def __init__(self, linear):
+        super().__init__(linear)
+        packed = self.weight.data
+        del self.weight
+        self.register_buffer("weight", packed)
+
+
+PACKINGS = {
+    "uint8": PackedLinear,
+    "float8": lambda linear: PackedLinear(linear, torch.float8_e4m3fn),
+    "buffers": BufferLinear,
+}
+
+
+def packed_base(packing, dtype):
+    torch.manual_seed(0)
+    base = tiny_base().to(dtype)
+    base.requires_grad_(False)
+    for layer in base.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, PACKINGS[packing](getattr(layer.self_attn, name)))
+    return base
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_base_of_packed_weights_is_converted_trained_and_generates(packing, dtype, operator):
+    base, ids = packed_base(packing, dtype), tokens(2, 40)
+    expected = base.generate(ids, max_new_tokens=6, do_sample=False)
+    model = hla_hf.to_hla(base, hla_operator=operator, hla_window=8, hla_decay="learned")
+    assert {p.dtype for n, p in model.named_parameters() if ".hla." in n} == {dtype}
+    with hla_hf.softmax_attention(model):
+        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    assert model.generate(ids, max_new_tokens=6, do_sample=False).shape == (2, 46)
+    targets = ["o_proj"] if packing == "buffers" else ["q_proj", "v_proj"]
+    if packing == "buffers":  # an adapter has to know its kind; one beside it does not
+        for layer in model.model.layers:
+            layer.self_attn.o_proj = torch.nn.Linear(32, 32, bias=False, dtype=dtype)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, modules_to_save=["hla"]))
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    before, optimizer, losses = [p.detach().clone() for p in trained], torch.optim.Adam(trained, lr=1e-2), []
+    for _ in range(8):
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.05, losses
+    assert not any(torch.equal(p, q) for p, q in zip(trained, before, strict=True))
+    assert adapted.eval().generate(input_ids=ids, max_new_tokens=6, do_sample=False).shape == (2, 46)
+
+
+def test_what_names_the_quantisation_stays_in_the_config(tmp_path):
+    base = tiny_base("mixtral")
+    base.config.quantization_config = quantization = BitsAndBytesConfig(load_in_8bit=True)
+    base.set_experts_implementation("eager")
+    model = hla_hf.to_hla(base)
+    assert model.config.quantization_config is quantization and model.config._experts_implementation == "eager"
+    assert model.config.to_dict()["quantization_config"]["load_in_8bit"] is True
+    assert hla_hf.to_softmax(model).config.quantization_config is quantization
+
+
+def everything_of(model):
+    contents = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            contents[name, key] = id(value), list(value.items()) if isinstance(value, dict) else None
+        contents[name, "class"] = type(module)
+    return contents
+
+
+@pytest.mark.parametrize("error", (RuntimeError, KeyboardInterrupt))
+@pytest.mark.parametrize(
+    "fails",
+    (
+        (modeling_hla, "_become"),
+        (modeling_hla, "_place_for_parameters"),
+        (modeling_hla.HLALayer, "reset"),
+        (torch.nn.Module, "register_forward_pre_hook"),
+    ),
+    ids=lambda x: x[1],
+)
+def test_a_conversion_that_fails_leaves_the_model_as_it_was(fails, error, monkeypatch):
+    model, calls = tiny_base(num_hidden_layers=3), []
+    handle = model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    before, config, ids = everything_of(model), model.config.to_dict(), tokens(1, 9)
+    logits = model(ids).logits
+    owner, name = fails
+    original, made = getattr(owner, name), []
+
+    def fail_the_second_time(*args, **kwargs):
+        made.append(1)
+        if len(made) == 2:
+            raise error("out of memory")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(error, match="out of memory"):
+        patch.setattr(owner, name, fail_the_second_time)
+        hla_hf.to_hla(model)
+    assert everything_of(model) == before and model.config.to_dict() == config
+    assert type(model) is transformers.LlamaForCausalLM and torch.equal(model(ids).logits, logits)
+    handle.remove()
+    assert len(calls) == 2 and torch.equal(model(ids).logits, logits) and len(calls) == 2
+    assert hla_hf.to_hla(model).generate(ids, max_new_tokens=3).shape == (1, 12)
