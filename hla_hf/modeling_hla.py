@@ -122,8 +122,8 @@ class HLAModelMixin:
         """Raises: ValueError, before `generate_batch` and its like have begun."""
         raise ValueError(
             f"{type(self).__name__} cannot be generated from by continuous batching (generate_batch, "
-            "cache_implementation='paged'): it swaps the attention function and the cache of every layer, and HLA layers "
-            "need their own; use generate() with another cache_implementation, or without"
+            "cache_implementation='paged'): it swaps the attention function and the cache of every layer, and HLA "
+            "layers need their own; use generate() with another cache_implementation, or without"
         )
 
     def fingerprint(self) -> str:

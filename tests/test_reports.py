@@ -15,7 +15,9 @@ from tiny import (
     tokens,
 )
 from torch.testing import assert_close
-from transformers import BitsAndBytesConfig, GenerationConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hla_hf
 from hla_hf import modeling_hla
@@ -193,6 +195,43 @@ def test_what_names_the_quantisation_stays_in_the_config(tmp_path):
     assert hla_hf.to_softmax(model).config.quantization_config is quantization
 
 
+class Wrapped(torch.Tensor):
+    """A weight as torchao keeps one: a tensor of tensors, with hardly an operation of its own."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+
+    def __init__(self, data, scale):
+        self.data_, self.scale_ = data, scale
+
+    def __tensor_flatten__(self):
+        return ["data_", "scale_"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, *_):
+        return cls(inner["data_"], inner["scale_"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].data_, args[0].scale_)
+        raise NotImplementedError(function)
+
+
+def test_a_cache_of_wrapped_weights_is_saved(tmp_path):
+    model = tiny_model(hla_window=8)
+    cache = cache_of(model(tokens(1, 12), use_cache=True))
+    prints = []
+    for scale in (1.0, 1.0, 2.0):
+        weight = Wrapped(torch.arange(1024).reshape(32, 32), torch.full((32, 1), scale))
+        model.model.layers[0].mlp.gate_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+        prints.append(model.fingerprint())
+        model.save_cache(cache, tmp_path / "cache")
+        assert model.load_cache(tmp_path / "cache").get_seq_length() == 12
+    assert prints[0] == prints[1] != prints[2]
+
+
 def everything_of(model):
     contents = {}
     for name, module in model.named_modules():
@@ -235,3 +274,96 @@ def test_a_conversion_that_fails_leaves_the_model_as_it_was(fails, error, monkey
     handle.remove()
     assert len(calls) == 2 and torch.equal(model(ids).logits, logits) and len(calls) == 2
     assert hla_hf.to_hla(model).generate(ids, max_new_tokens=3).shape == (1, 12)
+
+
+# ---- no T x T mask ----------------------------------------
+
+
+class NothingSquare(TorchDispatchMode):
+    """Raises where a tensor of T * T elements or more is made."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.limit = length * length
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            assert not isinstance(x, torch.Tensor) or x.numel() < self.limit, f"{function}: {tuple(x.shape)}"
+        return out
+
+
+def set_on_the_model(model, implementation, folder):
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def set_on_the_config(model, implementation, folder):
+    model.config._attn_implementation = implementation
+    return model
+
+
+def loaded_with(model, implementation, folder):
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+
+
+def made_with(model, implementation, folder):
+    made = AutoModelForCausalLM.from_config(model.config, attn_implementation=implementation)
+    made.load_state_dict(model.state_dict())
+    return made.eval()
+
+
+def converted_from(model, implementation, folder):
+    base = tiny_base()
+    base.set_attn_implementation(implementation)
+    converted = hla_hf.to_hla(base, hla_operator="ahla", hla_window=model.config.hla_window)
+    converted.load_state_dict(model.state_dict())
+    return converted
+
+
+@pytest.mark.parametrize("window", (0, 8))
+@pytest.mark.parametrize("implementation", ("sdpa", "eager", "flex_attention"))
+@pytest.mark.parametrize("how", (set_on_the_model, set_on_the_config, loaded_with, made_with, converted_from))
+def test_a_mask_that_no_layer_reads_is_never_made(how, implementation, window, tmp_path, monkeypatch):
+    model = how(tiny_model(hla_window=window), implementation, tmp_path)
+    for name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():  # what makes the mask of each implementation
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, refuse_a_mask)
+    length = 1400
+    ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+    mask[0, :5] = 0
+    with NothingSquare(length):
+        model.train()(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        with torch.no_grad():
+            cache = cache_of(model.eval()(ids, attention_mask=mask, use_cache=True, logits_to_keep=1))
+            longer = torch.cat([mask, mask[:, -2:]], 1)
+            model(ids[:, :1], attention_mask=longer[:, :-1], **{CACHE: cache})
+            model(ids[:, :1], attention_mask=longer, **{CACHE: cache})
+        for cache_implementation in ("dynamic", "static"):
+            settings = {"max_new_tokens": 3, "cache_implementation": cache_implementation, "disable_compile": True}
+            assert model.generate(ids, attention_mask=mask, **settings).shape == (2, length + 3)
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, use_cache=False)
+
+
+def test_a_mask_that_no_layer_reads_is_never_compiled(monkeypatch):
+    model, ids, mask = tiny_model(hla_window=8), tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :5] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    for name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, refuse_a_mask)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        assert_close(compiled(ids, attention_mask=mask, use_cache=False).logits, expected)
+
+
+def refuse_a_mask(*args, **kwargs):
+    raise AssertionError("a mask was made")
+
+
+def test_softmax_layers_have_their_mask():
+    model, ids, mask = tiny_model(hla_layers=[1]), tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :5] = 0
+    with pytest.raises(AssertionError, match="a mask was made"), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", refuse_a_mask)
+        model(ids, attention_mask=mask)
