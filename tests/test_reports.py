@@ -1,5 +1,10 @@
 """Kinds of trouble that users of converted, linear-attention or remote-code models report: one test per kind."""
 
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
@@ -367,3 +372,45 @@ def test_softmax_layers_have_their_mask():
     with pytest.raises(AssertionError, match="a mask was made"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", refuse_a_mask)
         model(ids, attention_mask=mask)
+
+
+# ---- a model in a subfolder ----------------------------------------
+
+
+LOAD_FROM_A_SUBFOLDER = """
+import sys
+if sys.argv[2] == "without the package":
+    sys.modules["hla_hf"] = None
+else:
+    import hla_hf
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+root, load = sys.argv[1], {"subfolder": "runs/last", "trust_remote_code": sys.argv[2] == "without the package"}
+expected = torch.load(f"{root}/expected.pt")
+assert AutoConfig.from_pretrained(root, **load).hla_window == 8
+model, decoder = (auto.from_pretrained(root, **load) for auto in (AutoModelForCausalLM, AutoModel))
+assert torch.equal(model(expected["ids"]).logits, expected["logits"])
+assert torch.equal(decoder(expected["ids"]).last_hidden_state, expected["hidden"])
+assert model.generation_config.pad_token_id == 0
+model.save_pretrained(f"{root}/again")
+again = AutoModelForCausalLM.from_pretrained(f"{root}/again", trust_remote_code=load["trust_remote_code"])
+assert torch.equal(again(expected["ids"]).logits, expected["logits"])
+print("hla_hf" in type(model).__module__)
+"""
+
+
+@pytest.mark.parametrize("package", ("with the package", "without the package"))
+def test_a_subfolder_loads(package, tmp_path):
+    model, ids = tiny_model("qwen3", hla_window=8, tie_word_embeddings=True), tokens(1, 20)
+    model.save_pretrained(tmp_path / "runs" / "last")
+    expected = {"ids": ids, "logits": model(ids).logits, "hidden": model.model(ids)[0]}
+    torch.save({name: x.detach() for name, x in expected.items()}, tmp_path / "expected.pt")
+    script = [sys.executable, "-c", LOAD_FROM_A_SUBFOLDER, str(tmp_path), package]
+    if package == "without the package":
+        done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert "does not appear to have a file named configuration_hla.py" in done.stderr, done.stderr[-3000:]
+        for file in (tmp_path / "runs" / "last").glob("*.py"):  # Transformers looks for code in the root only
+            shutil.copy(file, tmp_path)
+    done = subprocess.run(script, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-1] == str(package == "with the package")
