@@ -46,6 +46,7 @@ class HLAModelMixin:
 
     def _add_hla(self) -> None:
         decoder, config = self.base_model, self.base_model.config
+        config.validate_hla()  # fields may have been set since it was made, as by from_pretrained(..., hla_window=)
         if not isinstance(decoder, HLADecoderMixin):
             _become(decoder, hla_class(type(decoder)))
         decoder.softmax_implementation = "sdpa" if decoder._supports_sdpa else "eager"
@@ -303,9 +304,13 @@ class HLADecoderMixin(HLAModelMixin):
 _AUTO_CLASSES = {"AutoModel": (1, HLADecoderMixin), "AutoModelForCausalLM": (2, HLAModelMixin)}
 
 
-@cached
 def model_class(model_type: str, auto_class: str = "AutoModelForCausalLM") -> type:
     """`HLALlamaForCausalLM`, with `auto_class="AutoModel"` `HLALlamaModel`, and so on, made when first asked for."""
+    return _make_class(model_type, auto_class)
+
+
+@cached  # apart from its defaults: with and without them would be two classes of one name
+def _make_class(model_type: str, auto_class: str) -> type:
     index, mixin = _AUTO_CLASSES[auto_class]
     base = getattr(transformers, base_class_names(model_type)[index])
     attributes = {
