@@ -7,6 +7,7 @@ untouched, with whatever attention implementation the user asked for.
 import copy
 import hashlib
 import inspect
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from functools import cache as cached
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -36,12 +38,15 @@ _CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).pa
 class HLAModelMixin:
     """Over a Transformers model class: its chosen attention layers become HLA layers."""
 
+    _supports_attention_backend = False  # an engine that swaps the config's attention function reaches no HLA layer
+
     def __init__(self, config):
         super().__init__(config)
         self._add_hla()
 
     def _add_hla(self) -> None:
         decoder, config = self.base_model, self.base_model.config
+        config.validate_hla()  # fields may have been set since it was made, as by from_pretrained(..., hla_window=)
         if not isinstance(decoder, HLADecoderMixin):
             _become(decoder, hla_class(type(decoder)))
         decoder.softmax_implementation = "sdpa" if decoder._supports_sdpa else "eager"
@@ -114,6 +119,14 @@ class HLAModelMixin:
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
+    def init_continuous_batching(self, *args, **kwargs) -> None:
+        """Raises: ValueError, before `generate_batch` and its like have begun."""
+        raise ValueError(
+            f"{type(self).__name__} cannot be generated from by continuous batching (generate_batch, "
+            "cache_implementation='paged'): it swaps the attention function and the cache of every layer, and HLA "
+            "layers need their own; use generate() with another cache_implementation, or without"
+        )
+
     def fingerprint(self) -> str:
         """Identifies the model by its config and a few values of each weight: what a saved cache belongs to."""
         config = self.config.to_dict()
@@ -121,9 +134,10 @@ class HLAModelMixin:
             config.pop(name, None)
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
         for name, parameter in sorted(self.base_model.named_parameters()):
-            values = parameter.detach().flatten()
-            values = values[:: max(1, len(values) // 16)].float().cpu().numpy()
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode() + values.tobytes())
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            for tensor in _plain_tensors(parameter.detach()):
+                values = tensor.flatten()
+                digest.update(values[:: max(1, len(values) // 16)].float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def save_cache(self, cache: Cache, path: str | os.PathLike) -> None:
@@ -181,9 +195,9 @@ class HLADecoderMixin(HLAModelMixin):
                 hla_mask = attention_mask["hla"]
                 attention_mask = attention_mask.get("softmax", attention_mask)
             if hla_mask is not None:
-                kwargs["hla_mask"] = padding = self._padding_mask(hla_mask, *inputs.shape[:2], cache)
-                if padding is not None and position_ids is None and not torch.compiler.is_compiling():
-                    position_ids = (hla_mask.long().cumsum(1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+                kwargs["hla_mask"] = self._padding_mask(hla_mask, *inputs.shape[:2], cache)
+                if position_ids is None:
+                    position_ids = self._positions_of(hla_mask, inputs.shape[1], cache)
             if not torch.compiler.is_compiling():
                 kwargs["hla_memo"] = {}
         kwargs[cache_argument] = cache
@@ -272,6 +286,20 @@ class HLADecoderMixin(HLAModelMixin):
         mask = attention_mask[:, -length:]
         return None if not compiling and bool(mask.all()) else mask
 
+    @staticmethod
+    def _positions_of(attention_mask: Tensor, length: int, cache) -> Tensor | None:
+        """The positions of the last T tokens of a `[B, past + T]` mask: the real tokens before each, also in the past.
+
+        None, which Transformers takes for no padding, if there is none or if the mask leaves the past out.
+        """
+        past = 0 if cache is None else cache.get_seq_length()
+        compiling = torch.compiler.is_compiling()
+        if (compiling and isinstance(past, Tensor)) or attention_mask.shape[1] != int(past) + length:
+            return None
+        if not compiling and bool(attention_mask.all()):
+            return None
+        return ((attention_mask != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+
 
 _AUTO_CLASSES = {"AutoModel": (1, HLADecoderMixin), "AutoModelForCausalLM": (2, HLAModelMixin)}
 
@@ -331,12 +359,22 @@ def _become(module: nn.Module, cls: type) -> None:
 
 def _place_for_parameters(attention: nn.Module, decoder: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
     """Where an attention module computes and in which dtype: its own weights may be packed, or away on disk."""
-    like = next(attention.parameters())
+    like = next(itertools.chain(attention.parameters(), attention.buffers()))
     device = like.device
     for module in attention.modules():
         if device.type == "meta" and hasattr(module, "_hf_hook"):
             device = torch.device(getattr(module._hf_hook, "execution_device", None) or device)
-    return device, like.dtype if like.dtype.is_floating_point else decoder.dtype
+    is_packed = not like.dtype.is_floating_point or like.dtype.itemsize == 1
+    return device, decoder.dtype if is_packed else like.dtype
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that one of a quantising library is made of; any other is itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
 
 
 def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
@@ -345,13 +383,36 @@ def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
     Args:
         model: a `LlamaForCausalLM`, `Qwen3Model` and so on, of an architecture in `ARCHITECTURES`.
         hla_settings: the `hla_*` fields of its new config.
-    Raises: ValueError if the architecture is not supported or a setting is wrong; `model` is then as it was.
+    Raises: ValueError if the architecture is not supported or a setting is wrong. Whatever it raises, `model` is then
+        as it was.
     """
     cls = hla_class(type(model))
-    _replace_config(model, config_class(model.config.model_type), **hla_settings)
-    _become(model, cls)
-    model._add_hla()
+    with _as_it_was_on_failure(model):
+        _replace_config(model, config_class(model.config.model_type), **hla_settings)
+        _become(model, cls)
+        model._add_hla()
     return model
+
+
+@contextmanager
+def _as_it_was_on_failure(model: nn.Module) -> Iterator[None]:
+    """If what is within fails, the modules of `model` get back their class, attributes, children and hooks."""
+    before = [
+        (module, type(module), {n: (x, x.copy() if isinstance(x, dict) else None) for n, x in vars(module).items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, cls, attributes in before:
+            module.__class__ = cls
+            vars(module).clear()
+            for name, (value, content) in attributes.items():
+                if content is not None:  # the same dict: the handles of hooks refer to it
+                    value.clear()
+                    value.update(content)
+                vars(module)[name] = value
+        raise
 
 
 def to_softmax(model: PreTrainedModel) -> PreTrainedModel:
@@ -389,6 +450,9 @@ def _replace_config(model: PreTrainedModel, config_class: type, **settings) -> N
     new = config_class(**kept, **settings)
     new.name_or_path = old.name_or_path
     new._attn_implementation = old._attn_implementation
+    new._experts_implementation = old._experts_implementation
+    if hasattr(old, "quantization_config"):  # as an object: what saves and reloads packed weights asks it
+        new.quantization_config = old.quantization_config
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = new
