@@ -62,8 +62,8 @@ def front_matter(name: str, origin: Origin, data: Sequence[str], measures: Seque
     """The YAML of a card: of `data`, what training read, the datasets of the Hub alone are named."""
     results = [
         EvalResult(
-            task_type="text-generation", dataset_type=re.sub(r"[^\w./-]+", "-", x.text), dataset_name=x.text, metric_type=x.metric,
-            metric_name=x.title, metric_value=round(x.value, 4),
+            task_type="text-generation", dataset_type=re.sub(r"[^\w./-]+", "-", x.text), dataset_name=x.text,
+            metric_type=x.metric, metric_name=x.title, metric_value=round(x.value, 4),
         )
         for x in measures
         if math.isfinite(x.value)

@@ -12,8 +12,10 @@ import pytest
 import torch
 from hub import running_hub
 from huggingface_hub import ModelCard
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from test_conversion import FAST, TEXT, make_base, tokenizer, write_gguf  # noqa: F401
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hla_hf  # noqa: F401  registers the HLA architectures
 from conversion.convert import Conversion
@@ -202,9 +204,19 @@ def test_the_license_of_a_gguf_file(hub, tmp_path, monkeypatch, tokenizer, licen
     assert (data.license, data.get("license_name")) == expected
 
 
-def test_a_base_and_data_from_the_hub_are_named(hub, tmp_path):
+def test_a_base_and_an_adapter_on_the_hub(hub, tmp_path):
     hub.call("-m", "huggingface_hub.cli.hf", "upload", "user/base", "base")
     words = ["user/base", "--output", "hla", "--data", "text.txt", *FAST]
     hub.call("-m", "conversion.convert", *words)
     data = ModelCard.load(tmp_path / "hla" / "README.md").data
     assert (data.base_model, data.base_model_relation, data.license) == ("user/base", "finetune", "apache-2.0")
+
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(init_lora_weights=False))
+    model.peft_config["default"].base_model_name_or_path = "user/base"
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "README.md").write_text(CARD)
+    hub.call("-m", "huggingface_hub.cli.hf", "upload", "user/adapter", "adapter")
+    hub.call("-m", "conversion.convert", "user/adapter", "--output", "adapted", *words[3:])
+    merged, weights = model.merge_and_unload().state_dict(), load_file(tmp_path / "adapted" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(weights[name], merged[name])
