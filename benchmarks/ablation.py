@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 
 from conversion.convert import load_base
 from conversion.text import read_tokens
-from conversion.transfer import attention_layers, normalized_error, visit_attention
+from conversion.transfer import normalized_error, visit_attention
 from hla_hf import feature_map, to_hla
+from hla_hf.cache_hla import LayerTokens
+from hla_hf.layer_hla import hla_attentions
 
 
 POSITIONS = (128, 512, 1024, 2048, 4096)
@@ -154,9 +156,10 @@ def attention_inputs(model: PreTrainedModel, row: Tensor, layers: list[int]) -> 
     """q, k, v and the softmax output of some layers on `row [T]`."""
     inputs = {}
 
-    def visit(attention, *tensors):
+    def visit(attention, tokens, out):
         if attention.layer_idx in layers:
-            inputs[attention.layer_idx] = tensors
+            q, k = (torch.cat(pair, -1) for pair in ((tokens.q, tokens.far_q), (tokens.k, tokens.far_k)))
+            inputs[attention.layer_idx] = q, k, tokens.v, out
 
     visit_attention(model, row[None], visit)
     return inputs
@@ -200,12 +203,17 @@ def main() -> None:
     to_hla(model, hla_operator="linear")
     training, held_out = ([attention_inputs(model, row, options.layers) for row in x] for x in (rows, eval_rows))
     config = model.config
-    sizes = config.num_attention_heads, config.num_key_value_heads, attention_layers(model)[0].head_dim
-    attention = attention_layers(model)[options.layers[0]]
+    sizes = config.num_attention_heads, config.num_key_value_heads, hla_attentions(model)[0].head_dim
+    attention = hla_attentions(model)[options.layers[0]]
     q, k, v, _ = training[0][options.layers[0]]
+    (near_q, far_q), (near_k, far_k) = q.chunk(2, -1), k.chunk(2, -1)
+    tokens = LayerTokens(near_q, near_k, v, far_q, far_k)
     with torch.no_grad():  # what is varied here is what the library computes
         torch.testing.assert_close(
-            DenseLayer(*sizes)(q, k, v), attention.mix(q, k, v, None, None)[0], atol=1e-4, rtol=1e-3
+            DenseLayer(*sizes)(q, k, v),
+            attention.hla(tokens)[0],
+            atol=1e-4,
+            rtol=1e-3,
         )
     ranges = [(a, b) for a, b in itertools.pairwise(POSITIONS) if a < options.eval_len]
     print(f"{'':46}" + "".join(f"{f'-{b}':>8}" for _, b in ranges) + "   state")

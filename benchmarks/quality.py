@@ -8,14 +8,17 @@ retrieval by length and depth, cache bytes and speed. Prints tables; writes them
 """
 
 import argparse
+import copy
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from random import Random
+from typing import NamedTuple
 
 import torch
-from serving import measure
+from serving import cache_bytes, measure, read
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,9 +31,30 @@ from conversion.transfer import hla_parameters
 
 POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-PASSKEY = "The pass key is {key}. Remember it. {key} is the pass key. "
-QUESTION = "What is the pass key? The pass key is"
 SUBJECTS = ["base", "HLA", "window only"]
+TOKENS_AT_ONCE = 32768  # in one batch of recall
+
+
+class Wording(NamedTuple):
+    """Sentences of a fact, each with a number of its own, and the words that the first one's number completes."""
+
+    sentences: tuple[str, ...]
+    question: str
+
+
+WORDINGS = {
+    "passkey": Wording(("The pass key is {key}. Remember it. {key} is the pass key.",), "The pass key is"),
+    "vault": Wording(("To open the vault, dial {key}.",), "To open the vault, dial"),
+    "attributes": Wording(
+        (
+            "Clara's locker number is {key}.",
+            "Bruno's house number is {key}.",
+            "The number of Alice's bank account is {key}.",
+        ),
+        "Clara's locker number is",
+    ),
+}
+IN_FILLER = {"passkey in filler": WORDINGS["passkey"]._replace(question="What is the pass key? The pass key is")}
 
 
 @contextmanager
@@ -55,22 +79,81 @@ def by_position(losses: Tensor) -> dict[str, float]:
     return {f"{a}-{b}": losses[:, a:b].mean().exp().item() for a, b in ranges}
 
 
+def evenly_spaced_rows(tokens: Tensor, num_rows: int, length: int) -> Tensor:
+    """`[num_rows, length]` of the text `tokens [T]`, from its start to its end; they overlap where it is short."""
+    if len(tokens) < length:
+        raise ValueError(f"the text has {len(tokens)} tokens, fewer than one context of {length}")
+    return torch.stack([tokens[i : i + length] for i in torch.linspace(0, len(tokens) - length, num_rows).long()])
+
+
+def with_facts(
+    text: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    depths: Sequence[float],
+    wordings: dict[str, Wording],
+    seed: str,
+) -> tuple[list[int], dict[str, str]]:
+    """`text [T]` with a fact of each wording at its depth, its end left out so that the longest question fits, and the
+    number that each question asks for."""
+    random, facts, keys = Random(seed), [], {}
+    for (name, wording), depth in zip(wordings.items(), itertools.cycle(depths)):
+        numbers = [str(random.randrange(10_000, 100_000)) for _ in wording.sentences]
+        keys[name] = numbers[0]
+        sentences = [sentence.format(key=key) for sentence, key in zip(wording.sentences, numbers, strict=True)]
+        random.shuffle(sentences)
+        facts.append((depth, _encode(tokenizer, "\n" + " ".join(sentences) + "\n")))
+    longest = max(len(_encode(tokenizer, "\n" + wording.question)) for wording in wordings.values())
+    room = len(text) - longest - sum(len(fact) for _, fact in facts)
+    if room < 0:
+        raise ValueError(f"a context of {len(text)} tokens is too short for the facts and their questions")
+    row, taken = [], 0
+    for depth, fact in sorted(facts, key=lambda fact: fact[0]):
+        row += text[taken : int(depth * room)].tolist() + fact
+        taken = int(depth * room)
+    return row + text[taken:room].tolist(), keys
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
 @torch.no_grad()
-def passkey(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, trials: int
-) -> float:
-    """Share of trials in which the model's greedy continuation is the key that stood at `depth` of `length` tokens."""
-    found = 0
-    for trial in range(trials):
-        key = str(torch.randint(10000, 100000, (1,), generator=torch.Generator().manual_seed(trial)).item())
-        parts = [tokenizer(text, add_special_tokens=False).input_ids for text in (PASSKEY.format(key=key), QUESTION)]
-        room = length - sum(map(len, parts))
-        filler = tokenizer(FILLER * (length // 16 + 1), add_special_tokens=False).input_ids
-        before = int(depth * room)
-        ids = torch.tensor([filler[:before] + parts[0] + filler[before:room] + parts[1]], device=model.device)
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
-        found += tokenizer.decode(answer[0, ids.shape[1] :]).strip().startswith(key)
-    return found / trials
+def recall(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Tensor,
+    depths: Sequence[float] = (0.1, 0.5, 0.9),
+    wordings: dict[str, Wording] = WORDINGS,
+) -> tuple[dict[str, dict[float, float]], int]:
+    """By wording and depth, the share of trials in which greedy decoding gives the number that was stated at that depth
+    of the context, and the cache's bytes per row after reading it. The trials are the rows of `text [N, T]`.
+
+    A context states a fact of every wording, each at another depth, so that it is read once for all questions; there
+    are as many contexts per trial as depths, and each wording stands at each depth in one of them.
+    """
+    found = {name: dict.fromkeys(depths, 0) for name in wordings}
+    shifts = [[*depths[i:], *depths[:i]] for i in range(len(depths))]
+    contexts = [
+        (shift, *with_facts(row, tokenizer, shift, wordings, f"{trial} {i}"))
+        for trial, row in enumerate(text)
+        for i, shift in enumerate(shifts)
+    ]
+    steps = len(_encode(tokenizer, " 98765")) + 1
+    at_once = max(1, TOKENS_AT_ONCE // text.shape[1])
+    for batch in (contexts[i : i + at_once] for i in range(0, len(contexts), at_once)):
+        cache = read(model, torch.tensor([row for _, row, _ in batch]))[1]
+        size = cache_bytes(cache) // len(batch)
+        for index, (name, wording) in enumerate(wordings.items()):
+            question = torch.tensor([_encode(tokenizer, "\n" + wording.question)] * len(batch))
+            token, copied = read(model, question, copy.deepcopy(cache))
+            tokens = [token]
+            for _ in range(steps - 1):
+                token, copied = read(model, token, copied)
+                tokens.append(token)
+            for (shift, _, keys), answer in zip(batch, torch.cat(tokens, 1), strict=True):
+                correct = tokenizer.decode(answer).strip().startswith(keys[name])
+                found[name][shift[index % len(shift)]] += correct
+    return {name: {depth: n / len(text) for depth, n in at.items()} for name, at in found.items()}, size
 
 
 @torch.no_grad()
@@ -83,15 +166,43 @@ def agreement(model: PreTrainedModel, base: PreTrainedModel, rows: Tensor) -> di
     return mean_over_rows(results)
 
 
+def recall_results(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: dict[int, dict[str, Tensor]],
+    depths: Sequence[float],
+) -> dict[str, float]:
+    """`recall` in the texts of each length, as named shares; and the bytes of the cache."""
+    results = {}
+    for length, kinds in texts.items():
+        found, size = recall(model, tokenizer, kinds["text"], depths)
+        easy, _ = recall(model, tokenizer, kinds["filler"], depths, IN_FILLER)
+        shares = [share for at in found.values() for share in at.values()]
+        for name, at in (found | easy).items():
+            results |= {f"recall at {length}, {name}, depth {depth:g}": share for depth, share in at.items()}
+        results |= {f"recall at {length}": sum(shares) / len(shares), f"cache bytes at {length}": size}
+    return results
+
+
+def recall_texts(
+    text: Tensor, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], trials: int
+) -> dict[int, dict[str, Tensor]]:
+    """For every length the running text of the trials, from `text [T]`, and a row of repeated filler."""
+    filler = torch.tensor([_encode(tokenizer, FILLER * (max(lengths) // 16 + 1))])
+    return {n: {"text": evenly_spaced_rows(text, trials, n), "filler": filler[:, :n]} for n in lengths}
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", metavar="MODEL", help="a converted model")
     parser.add_argument("--base", required=True, help="its base: a Hub id, a directory or a .gguf file")
-    parser.add_argument("--eval-file", required=True, help="text for perplexity and agreement")
+    parser.add_argument("--eval-file", required=True, help="text for perplexity, agreement and recall")
     parser.add_argument("--eval-tokens", type=int, default=8192, help="tokens of it (default %(default)s)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--passkey-trials", type=int, default=1, help="per length and depth; 0 skips (default 1)")
+    parser.add_argument(
+        "--recall-trials", type=int, default=3, help="per length, depth and wording; 0 skips (default %(default)s)"
+    )
     parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9])
     parser.add_argument("--serving-context", type=int, default=8192, help="for cache and speed; 0 skips")
     parser.add_argument("--subjects", nargs="+", default=SUBJECTS, choices=SUBJECTS, help="all by default")
@@ -105,6 +216,10 @@ def main() -> None:
     rows = {
         n: read_tokens([options.eval_file], tokenizer, max(1, options.eval_tokens // n), n) for n in options.contexts
     }
+    texts = {}
+    if options.recall_trials:
+        text = read_tokens([options.eval_file], tokenizer, None, 1).flatten()
+        texts = recall_texts(text, tokenizer, options.contexts, options.recall_trials)
     results = {}
     for name in options.subjects:
         subject = base if name == "base" else model
@@ -115,10 +230,7 @@ def main() -> None:
             result |= {f"perplexity at {longest}, tokens {k}": x for k, x in by_position(losses[longest]).items()}
             if subject is model:
                 result |= agreement(model, base, rows[min(rows)])
-            for length in options.contexts if options.passkey_trials else ():
-                for depth in options.depths:
-                    share = passkey(subject, tokenizer, length, depth, options.passkey_trials)
-                    result[f"passkey at {length}, depth {depth:g}"] = share
+            result |= recall_results(subject, tokenizer, texts, options.depths)
             if options.serving_context and name != "window only":
                 prefill, decode, size = measure(subject, options.serving_context)
                 result |= {"prefill tokens/s": prefill, "decode tokens/s": decode, "cache bytes": size}

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hla_hf import softmax_attention, to_hla, to_softmax
+from hla_hf.layer_hla import hla_attentions
 
 from . import thread_report
 from .card import model_card, origin_of
@@ -28,7 +29,7 @@ from .keep import keep_softmax, layer_costs
 from .load import load_base, load_model, load_tokenizer
 from .settings import Conversion, parse_arguments, without_folders
 from .text import read_tokens, sample_tokens
-from .transfer import Interrupted, attention_layers, hla_parameters, transfer_attention
+from .transfer import Interrupted, hla_parameters, transfer_attention
 from .write import RunStopped, try_writing, write_model, written_beside
 
 
@@ -192,7 +193,7 @@ def convert(conversion: Conversion) -> dict:
         conversion.source, conversion.dtype, conversion.device, conversion.dequantize, needs_tokenizer=reads_text
     )
     to_hla(model, **conversion.hla)
-    layers = [layer.layer_idx for layer in attention_layers(model)]
+    layers = [layer.layer_idx for layer in hla_attentions(model)]
     if conversion.keep_softmax and conversion.keep_softmax >= len(layers):
         raise ValueError(f"--keep-softmax auto:{conversion.keep_softmax} leaves none of {len(layers)} HLA layers")
     try_writing(model, tokenizer, Path(conversion.output))

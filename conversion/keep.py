@@ -6,24 +6,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hla_hf import softmax_attention, to_hla, to_softmax
 from hla_hf.configuration_hla import HLAConfigMixin
-from hla_hf.modeling_hla import HLAAttention
+from hla_hf.layer_hla import ATTENTION, hla_attentions
 
 from .evaluate import divergence, log_probs
-from .transfer import attention_layers, hla_parameters
+from .transfer import hla_parameters
 
 
 @contextmanager
-def only_hla_layer(model: PreTrainedModel, attention: HLAAttention) -> Iterator[None]:
+def only_hla_layer(model: PreTrainedModel, attention: nn.Module) -> Iterator[None]:
     """Within this context `attention` is HLA and every other layer of `model` has softmax attention."""
     with softmax_attention(model):
         before, attention.config = attention.config, copy.copy(attention.config)
-        attention.config._attn_implementation = "hla"
+        attention.config._attn_implementation = ATTENTION
         try:
             yield
         finally:
@@ -38,7 +38,7 @@ def layer_costs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     language, the second that over its second, what is lost on recall.
     """
     rows = torch.cat([tokens, tokens], 1)
-    layers, costs = attention_layers(model), []
+    layers, costs = hla_attentions(model), []
     for row in tqdm(rows, desc="ranking layers"):
         with softmax_attention(model):
             base = log_probs(model, row).chunk(2)

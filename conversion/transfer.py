@@ -15,12 +15,8 @@ from tqdm.auto import tqdm
 from transformers import AttentionInterface, PreTrainedModel
 
 from hla_hf import softmax_attention
-from hla_hf.modeling_hla import HLAAttention, base_functions
-
-
-def attention_layers(model: PreTrainedModel) -> list[HLAAttention]:
-    """The HLA attention modules of a model, first layer first."""
-    return [module for module in model.modules() if isinstance(module, HLAAttention)]
+from hla_hf.cache_hla import LayerTokens
+from hla_hf.layer_hla import base_functions, hla_attentions, unrotated
 
 
 def hla_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -40,15 +36,16 @@ def softmax_function(attention: nn.Module, implementation: str) -> Callable:
 
 
 def visit_attention(
-    model: PreTrainedModel, input_ids: Tensor, visit: Callable[[HLAAttention, Tensor, Tensor, Tensor, Tensor], None]
+    model: PreTrainedModel, input_ids: Tensor, visit: Callable[[nn.Module, LayerTokens, Tensor], None]
 ) -> None:
-    """Runs `model` as its base model on `input_ids [B, T]` without padding and calls `visit(attention, q, k, v, out)`
-    in every HLA layer: q, k and v as `attention.mix` takes them, out `[B, H, T, d]` of softmax attention."""
+    """Runs `model` as its base model on `input_ids [B, T]` without padding and calls `visit(attention, tokens, out)`
+    in every HLA layer: the tokens as `attention.hla` takes them, out `[B, H, T, d]` of softmax attention."""
 
     def attention(module, query, key, value, attention_mask, hla_rotation=None, **kwargs):
         softmax = softmax_function(module, model.base_model.softmax_implementation)
         out, weights = softmax(module, query, key, value, attention_mask, **kwargs)
-        visit(module, *module.with_unrotated(query, key, hla_rotation), value, out.transpose(1, 2))
+        far = unrotated(module, query, key, hla_rotation) if module.hla.settings.window else (None, None)
+        visit(module, LayerTokens(query, key, value, *far), out.transpose(1, 2))
         return out, weights
 
     AttentionInterface.register("hla_transfer", attention)
@@ -64,16 +61,16 @@ def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = Fal
     """
     losses = {}
 
-    def visit(module, q, k, v, target):
+    def visit(module, tokens, target):
         with torch.set_grad_enabled(backward):
-            out, _ = module.mix(q, k, v, None, None)
+            out, _ = module.hla(tokens)
             loss = normalized_error(*(module.o_proj(x.transpose(1, 2).flatten(2)) for x in (out, target)))
         if backward:
             loss.backward(inputs=[p for p in module.hla.parameters() if p.requires_grad])
         losses[module.layer_idx] = loss.detach()
 
     visit_attention(model, input_ids, visit)
-    return torch.stack([losses[module.layer_idx] for module in attention_layers(model)])
+    return torch.stack([losses[module.layer_idx] for module in hla_attentions(model)])
 
 
 class Interrupted(Exception):

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,17 +17,53 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .window_hla import LayerState
 
-FILE_VERSION = 1
+
+FILE_VERSION = 2
 MAX_RECORDED = 256  # tokens of one call that `crop` can take back
 
 
-class HLACacheLayer(CacheLayerMixin):
-    """What one HLA layer remembers: a tuple of tensors, batch first, whose size does not depend on the context.
+class LayerTokens(NamedTuple):
+    """The projected tokens of one call of a layer, `[B, H or Hkv, T, d]`: q, k, v as softmax attention takes them,
+    far_q and far_k before their rotation (None without a window); their padding mask and documents, `[B, T]` or None.
+    """
 
-    A state cannot be read backwards. So that `crop` can take tokens back, after `activate_past_recording` the layer
-    also keeps the state at a checkpoint and the projected tokens since. `crop` goes back to the checkpoint, and the
-    next call of `attend` first reads the accepted ones of those tokens again.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    far_q: Tensor | None
+    far_k: Tensor | None
+    mask: Tensor | None = None
+    segment_ids: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    def part(self, start: int, end: int) -> "LayerTokens":
+        heads, rows = self[:5], self[5:]
+        heads = (x if x is None else x[:, :, start:end] for x in heads)
+        return LayerTokens(*heads, *(x if x is None else x[:, start:end] for x in rows))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "LayerTokens":
+        return LayerTokens(*(x if x is None else function(x) for x in self))
+
+
+def _join(a: LayerTokens, b: LayerTokens) -> LayerTokens:
+    masks = None
+    if a.mask is not None or b.mask is not None:
+        ones = (x.q.new_ones(x.q.shape[0], x.length) if x.mask is None else x.mask for x in (a, b))
+        masks = torch.cat(list(ones), 1)
+    return LayerTokens(*(x if x is None else torch.cat([x, y], 2) for x, y in zip(a[:5], b[:5], strict=True)), masks)
+
+
+class HLACacheLayer(CacheLayerMixin):
+    """What one HLA layer remembers: a `LayerState`, whose size does not depend on the context.
+
+    A layer reads the state, computes, and writes the new one: `read`, `write`. A state has no way back. So that
+    `crop` can take tokens back, after `activate_past_recording` the last tokens are kept too, each run of them with the
+    state before it. `crop` goes back to such a state; the accepted tokens of the run are fed again by the next `read`.
 
     In a `StaticCache` (`max_cache_len` given) the tensors are updated in place, as compiled decoding needs them.
     """
@@ -35,18 +72,24 @@ class HLACacheLayer(CacheLayerMixin):
 
     def __init__(self, max_cache_len: int | None = None):
         super().__init__()
-        self.state: tuple[Tensor, ...] | None = None
+        self.state: LayerState | None = None
         # tokens fed, padding included: what positions and masks are counted in
         self.seq_length: int | Tensor = 0 if max_cache_len is None else torch.tensor(0)
         self.max_cache_len = max_cache_len
         self.record_past = False
-        self.checkpoint: tuple[Tensor, ...] | None = None
-        self.recorded: tuple[Tensor | None, ...] | None = None  # q, k, v `[B, H, T, d]`, mask `[B, T]` since then
-        self.is_stale = False  # `recorded` is to be read again before anything else
+        self.recorded: list[tuple[LayerState | None, LayerTokens]] = []  # the state before a run of tokens, and these
+        self.stale: LayerTokens | None = None  # accepted tokens that `state` has not seen yet
 
     @property
     def is_compileable(self) -> bool:
         return self.max_cache_len is not None and not self.record_past
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the state may be written over: nobody else holds it."""
+        if self.record_past or self.state is None or self.max_cache_len is not None:
+            return not self.record_past
+        return torch.is_inference_mode_enabled() or not self.state.seen.is_inference()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if self.max_cache_len is not None:
@@ -55,53 +98,53 @@ class HLACacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Counts the new tokens; the attention itself reads and writes the state through `attend`."""
+        """Counts the new tokens; the state is read and written by the attention function."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.seq_length += key_states.shape[-2]
         return key_states, value_states
 
-    def attend(self, mix: Callable, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Out `[B, H, T, d]` of `mix(q, k, v, mask, state) -> out, state`, whose state this layer carries."""
-        tokens = (q, k, v, mask)
-        if self.is_stale:
-            _, self.state = mix(*self.recorded, self.state)
-            self._forget()
-        if not self.record_past:
-            self._forget()
-            return self._step(mix, tokens)
-        out = []
-        if q.shape[2] > MAX_RECORDED:  # a prompt: only its last tokens can be cropped
-            out.append(self._step(mix, _slice(tokens, 0, q.shape[2] - MAX_RECORDED)))
-            self._forget()
-            tokens = _slice(tokens, q.shape[2] - MAX_RECORDED, q.shape[2])
-        if self.recorded is None:
-            self.checkpoint, self.recorded = self.state, tokens
-        else:
-            self.recorded = _join(self.recorded, tokens)
-            surplus = self._recorded_length() - MAX_RECORDED
-            if surplus > MAX_RECORDED:  # nobody crops: the checkpoint follows
-                _, self.checkpoint = mix(*_slice(self.recorded, 0, surplus), self.checkpoint)
-                self.recorded = _slice(self.recorded, surplus, surplus + MAX_RECORDED)
-        out.append(self._step(mix, tokens))
-        return torch.cat(out, 2)
+    def parts(self, tokens: LayerTokens) -> list[LayerTokens]:
+        """The tokens of one call, a long prompt cut in two if it is recorded: only its last tokens can be cropped."""
+        cut = tokens.length - MAX_RECORDED
+        if not self.record_past or cut <= 0:
+            return [tokens]
+        return [tokens.part(0, cut), tokens.part(cut, tokens.length)]
 
-    def _step(self, mix: Callable, tokens: tuple[Tensor | None, ...]) -> Tensor:
-        out, state = mix(*tokens, self.state)
+    def read(self, layer: Callable[[LayerTokens, LayerState | None], tuple[Tensor, LayerState]]) -> LayerState | None:
+        """The state to go on from; after a crop `layer` is fed the accepted tokens of the run first."""
+        if self.stale is not None:
+            _, self.state = layer(self.stale, self.state)
+            self.stale = None
+        return self.state
+
+    def write(self, tokens: LayerTokens, state: LayerState) -> None:
+        """Stores the state after `tokens`."""
+        if self.record_past:
+            self._record(tokens)
         if self.is_compileable and self.state is not None:
             for old, new in zip(self.state, state, strict=True):
-                old.copy_(new)
+                if old is not new:
+                    old.copy_(new)
+            return
+        self.state = state
+        if self.is_compileable:
+            _mark_static(state)
+
+    def _record(self, tokens: LayerTokens) -> None:
+        """Two runs hold MAX_RECORDED tokens or all there were."""
+        if tokens.length > MAX_RECORDED:
+            self.recorded = []
+        elif self.recorded and self.recorded[-1][1].length + tokens.length <= MAX_RECORDED:
+            before, run = self.recorded.pop()
+            self.recorded.append((before, _join(run, tokens)))
         else:
-            self.state = state
-            if self.is_compileable:
-                _mark_static(state)
-        return out
+            self.recorded = [*self.recorded[-1:], (self.state, tokens)]
 
+    @property
     def _recorded_length(self) -> int:
-        return 0 if self.recorded is None else self.recorded[0].shape[2]
-
-    def _forget(self) -> None:
-        self.checkpoint, self.recorded, self.is_stale = None, None, False
+        recorded = sum(run.length for _, run in self.recorded) + (0 if self.stale is None else self.stale.length)
+        return min(recorded, MAX_RECORDED)
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -112,35 +155,38 @@ class HLACacheLayer(CacheLayerMixin):
 
         Raises: ValueError if it is positive, or if more tokens are to go than were recorded since the last crop.
         """
-        kept = self._recorded_length() + tokens_to_remove
-        if tokens_to_remove > 0 or (tokens_to_remove < 0 and kept < 0):
+        removed = -tokens_to_remove
+        if removed < 0 or (removed > 0 and removed > self._recorded_length):
             raise ValueError(
-                f"crop({tokens_to_remove}): an HLA layer can take back 0 to {self._recorded_length()} tokens, given as "
+                f"crop({tokens_to_remove}): an HLA layer can take back 0 to {self._recorded_length} tokens, given as "
                 "a negative number: those fed since the last crop while past recording was on "
                 f"(cache.activate_past_recording()), and at most the last {MAX_RECORDED} of a prompt"
             )
-        if tokens_to_remove < 0:
-            if not self.is_stale:
-                self.state = self.checkpoint
-            recorded = _slice(self.recorded, 0, kept)
-            self._forget()
-            if kept > 0:
-                self.recorded, self.is_stale = recorded, True
-            self.seq_length += tokens_to_remove
-        elif not self.is_stale:
-            self._forget()
+        if self.stale is not None:
+            self.recorded.append((self.state, self.stale))
+        self.seq_length -= removed
+        while self.recorded and (removed > 0 or self.stale is not None):
+            self.state, run = self.recorded.pop()
+            kept = run.length - removed
+            self.stale = run.part(0, kept) if kept > 0 else None
+            if kept >= 0:
+                break
+            removed = -kept
+        self.recorded = []
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        for name in ("state", "checkpoint", "recorded"):
-            tensors = getattr(self, name)
-            if tensors is not None:
-                setattr(self, name, tuple(x if x is None else function(x) for x in tensors))
+        def of(x: LayerState | LayerTokens | None) -> LayerState | LayerTokens | None:
+            return None if x is None else x.map(function)
+
+        self.state, self.stale = of(self.state), of(self.stale)
+        self.recorded = [(of(state), tokens.map(function)) for state, tokens in self.recorded]
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        held = [x for x in (*(self.state or ()), *(self.checkpoint or ()), *(self.recorded or ())) if x is not None]
-        return sum(x.numel() * x.element_size() for x in {id(x): x for x in held}.values())
+        groups = [self.state, self.stale, *(x for pair in self.recorded for x in pair)]
+        held = {id(x): x for group in groups for x in group or () if x is not None}
+        return sum(x.numel() * x.element_size() for x in held.values())
 
     def get_seq_length(self) -> int | Tensor:
         return self.seq_length
@@ -153,13 +199,14 @@ class HLACacheLayer(CacheLayerMixin):
         return self.max_cache_len or self.seq_length + query_length, 0
 
     def reset(self) -> None:
-        self._forget()
+        self.recorded, self.stale = [], None
         if self.max_cache_len is None:
             self.state, self.seq_length, self.is_initialized = None, 0, False
         else:  # a state of zeros is that of no tokens
             self.seq_length.zero_()
             for x in self.state or ():
-                x.zero_()
+                if x is not None:
+                    x.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -177,22 +224,10 @@ class HLACacheLayer(CacheLayerMixin):
         pass
 
 
-def _mark_static(tensors: Sequence[Tensor]) -> None:
+def _mark_static(tensors: Sequence[Tensor | None]) -> None:
     if not torch.compiler.is_compiling():
-        for x in tensors:
+        for x in (x for x in tensors if x is not None):
             torch._dynamo.mark_static_address(x)
-
-
-def _slice(tokens: Sequence[Tensor | None], start: int, end: int) -> tuple[Tensor | None, ...]:
-    q, k, v, mask = tokens
-    return *(x[:, :, start:end] for x in (q, k, v)), None if mask is None else mask[:, start:end]
-
-
-def _join(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    masks = None
-    if a[3] is not None or b[3] is not None:
-        masks = torch.cat([x[0].new_ones(x[0].shape[0], x[0].shape[2]) if x[3] is None else x[3] for x in (a, b)], 1)
-    return *(torch.cat([x, y], 2) for x, y in zip(a[:3], b[:3], strict=True)), masks
 
 
 def use_hla_layers(cache: Cache, hla_layers: Sequence[int]) -> Cache:
@@ -246,8 +281,9 @@ def save_cache(cache: Cache, path: str | os.PathLike, fingerprint: str) -> None:
     tensors = {}
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, HLACacheLayer):
-            parts = {"state": layer.state or (), "recorded": (layer.recorded or ()) if layer.is_stale else ()}
-            tensors |= {f"{i}.{name}.{j}": x for name in parts for j, x in enumerate(parts[name]) if x is not None}
+            for name, group in (("state", layer.state), ("stale", layer.stale)):
+                fields = {} if group is None else group._asdict()
+                tensors |= {f"{i}.{name}.{field}": x for field, x in fields.items() if x is not None}
         elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             tensors |= {f"{i}.keys": layer.keys, f"{i}.values": layer.values} if layer.is_initialized else {}
         else:
@@ -288,9 +324,9 @@ def load_cache(path: str | os.PathLike, config, fingerprint: str, device: torch.
         if not parts:
             continue
         if isinstance(layer, HLACacheLayer):
-            layer.state = tuple(parts[f"state.{j}"] for j in range(len(parts)) if f"state.{j}" in parts) or None
-            if "recorded.0" in parts:
-                layer.recorded, layer.is_stale = tuple(parts.get(f"recorded.{j}") for j in range(4)), True
+            for name, kind in (("state", LayerState), ("stale", LayerTokens)):
+                if any(n.startswith(f"{name}.") for n in parts):
+                    setattr(layer, name, kind(*(parts.get(f"{name}.{field}") for field in kind._fields)))
             layer.seq_length, layer.is_initialized = header["tokens"], True
         else:
             layer.lazy_initialization(parts["keys"], parts["values"])

@@ -6,7 +6,8 @@ Transformers 5 do.
 """
 
 import dataclasses
-import sys
+from collections.abc import Callable
+from functools import cache
 
 import transformers
 from huggingface_hub.dataclasses import strict
@@ -40,6 +41,8 @@ ARCHITECTURES = (
     "mixtral",  # mixture of experts: only its attention changes
     "qwen3_moe",  # mixture of experts
 )
+# Raised whenever what a config computes changes. Version 1 is also that of configs from before there was the field.
+CODE_VERSION = 1
 NORMALIZERS = ("none", "mass", "count", "rms")
 ACCUMULATORS = ("query", "key", "softmax_query")
 
@@ -79,6 +82,8 @@ class HLAConfigMixin:
             output and b learned per head from 0.
         hla_num_sinks (`int`, defaults to 4):
             The first tokens that a token attends to by softmax, if there is a window.
+        hla_code_version (`int`):
+            What the other fields mean; code refuses a newer one than its own.
     """
 
     hla_operator: str = "linear"
@@ -91,10 +96,13 @@ class HLAConfigMixin:
     hla_layers: list[int] | None = None
     hla_window: int = 64
     hla_num_sinks: int = 4
+    hla_code_version: int = CODE_VERSION
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         self.validate_hla()  # before `strict` calls it: that would wrap the ValueError in an error of its own
+        for function in WHEN_MADE:
+            function(type(self))
         if not hasattr(self, "auto_map"):
             self.auto_map = self._own_auto_map()
 
@@ -106,8 +114,18 @@ class HLAConfigMixin:
             "AutoModelForCausalLM": f"modeling_hla.HLA{causal_lm}",
         }
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> "HLAConfigMixin":
+        return super().from_dict({"hla_code_version": 1} | config_dict, **kwargs)
+
     def validate_hla(self) -> None:
         """Raises ValueError naming the field, its value and what is allowed."""
+        if not 1 <= self.hla_code_version <= CODE_VERSION:
+            raise ValueError(
+                f"hla_code_version={self.hla_code_version} is newer than this code, which knows 1 to {CODE_VERSION}: "
+                "upgrade hla_hf, or load the model with its own code (trust_remote_code=True in a process that has not "
+                "imported hla_hf)"
+            )
         for name, allowed in (
             ("hla_operator", OPERATORS),
             ("hla_feature_map", FEATURE_MAPS),
@@ -154,23 +172,43 @@ class HLAConfigMixin:
 
 
 def base_class_names(model_type: str) -> tuple[str, str, str]:
-    """The names in Transformers of an architecture's config, decoder and causal language model."""
-    return tuple(
-        names[model_type] for names in (CONFIG_MAPPING_NAMES, MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    )
+    """The names in Transformers of an architecture's config, decoder and causal language model.
+
+    Raises: ValueError if it is not supported, here or by this Transformers.
+    """
+    tables = (CONFIG_MAPPING_NAMES, MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    available = available_architectures()
+    if model_type not in available:
+        where = f"Transformers {transformers.__version__}" if model_type in ARCHITECTURES else "hla_hf"
+        raise ValueError(f"model_type {model_type!r} is not supported by {where}; supported are {', '.join(available)}")
+    return tuple(names[model_type] for names in tables)
 
 
-def _config_class(model_type: str) -> type:
+@cache
+def available_architectures() -> tuple[str, ...]:
+    """Those of `ARCHITECTURES` that this Transformers has."""
+    return tuple(x for x in ARCHITECTURES if x in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and x in CONFIG_MAPPING_NAMES)
+
+
+WHEN_MADE: list[Callable[[type], None]] = []  # called with the class of each config that is made
+
+
+@cache
+def config_class(model_type: str) -> type:
+    """`HLALlamaConfig` and so on, made when it is first asked for."""
     base = getattr(transformers, base_class_names(model_type)[0])
     attributes = {
         "model_type": f"hla_{model_type}",
         "_auto_class": "AutoConfig",  # saving copies this file, so that the directory loads without the package
+        "base_class": base,
         "__module__": __name__,
         "__doc__": f"[`{base.__name__}`] with HLA layers.\n{HLAConfigMixin.__doc__}",
     }
     return strict(type(f"HLA{base.__name__}", (HLAConfigMixin, base), attributes))
 
 
-CONFIG_CLASSES = {model_type: _config_class(model_type) for model_type in ARCHITECTURES}
-for _class in CONFIG_CLASSES.values():
-    setattr(sys.modules[__name__], _class.__name__, _class)
+def __getattr__(name: str) -> type:
+    for model_type in available_architectures():
+        if name == f"HLA{CONFIG_MAPPING_NAMES[model_type]}":
+            return config_class(model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -90,7 +90,9 @@ def define_tests() -> None:
     from tests.test_training_mixin import TrainingTesterMixin
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-    from hla_hf.modeling_hla import CAUSAL_LM_CLASSES, CONFIG_CLASSES, MODEL_CLASSES
+    from hla_hf import ARCHITECTURES
+    from hla_hf.configuration_hla import config_class
+    from hla_hf.modeling_hla import model_class
 
     modes = {
         "pure": {"hla_window": 0},
@@ -98,17 +100,17 @@ def define_tests() -> None:
         "mixed": {"hla_window": 4, "hla_layers": [1]},
     }
     # What a model type of Transformers has and one registered from outside cannot have.
-    for names, by_type in (
-        (MODEL_MAPPING_NAMES, MODEL_CLASSES),
-        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, CAUSAL_LM_CLASSES),
+    for names, auto_class in (
+        (MODEL_MAPPING_NAMES, "AutoModel"),
+        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM"),
     ):
-        names.update({f"hla_{architecture}": cls.__name__ for architecture, cls in by_type.items()})
+        names.update({f"hla_{x}": model_class(x, auto_class).__name__ for x in ARCHITECTURES})
     for architecture in ("llama", "mistral", "qwen2", "qwen3"):
         for mode, settings in modes.items():
             if mode != "windowed" and architecture not in ("llama", "qwen3"):
                 continue
-            classes = MODEL_CLASSES[architecture], CAUSAL_LM_CLASSES[architecture]
-            tester = Tester(CONFIG_CLASSES[architecture], classes[1], settings)
+            classes = model_class(architecture, "AutoModel"), model_class(architecture)
+            tester = Tester(config_class(architecture), classes[1], settings)
 
             name = f"Test_{architecture}_{mode}"
             attributes = {

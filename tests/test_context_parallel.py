@@ -86,7 +86,7 @@ def check_models(rank, world, group):
                     msg=lambda m, n=name, message=message: message + n + m,
                     **CLOSE,
                 )
-            assert "mix" not in vars(model.model.layers[0].self_attn)
+            assert "forward" not in vars(model.model.layers[0].self_attn.hla)
 
 
 def worker(rank, world, folder):

@@ -26,7 +26,8 @@ from torch.testing import assert_close
 from transformers import AttentionInterface
 
 import hla_hf
-from hla_hf.modeling_hla import CAUSAL_LM_CLASSES, MODEL_CLASSES, base_functions, hla_attention_forward
+from hla_hf.layer_hla import base_functions, hla_attention, unrotated
+from hla_hf.modeling_hla import model_class
 from hla_hf.ops_hla import FEATURE_MAPS
 
 
@@ -121,7 +122,7 @@ def test_a_row_of_padding_only_gives_no_nan_and_no_gradient(mode):
     assert embeds.grad[0].abs().sum() > 0 and (embeds.grad[1] == 0).all()
     logits, cache = stepwise_logits(model, ids, (4, 1, 6), mask)
     assert logits.isfinite().all()
-    assert all(x.isfinite().all() for layer in cache.layers for x in layer.state)
+    assert all(x.isfinite().all() for layer in cache.layers for x in layer.state if x is not None)
     with torch.no_grad():  # the state of that row is as good as new
         new = model(ids[1:]).logits[0]
         mask = torch.cat([mask, torch.ones_like(mask)], 1)
@@ -160,9 +161,9 @@ def test_an_empty_cache_is_no_past():
 def test_states_are_fp32_in_a_bf16_model(mode):
     model = tiny_model(dtype=torch.bfloat16, **MODES[mode])
     layer = stepwise_logits(model, tokens(1, 20), (20,))[1].layers[model.config.hla_layer_ids[0]]
-    buffers = 4 if model.config.hla_window else 0  # k and v of the window and the sinks, as softmax layers keep them
-    assert sum(x.dtype == torch.bfloat16 for x in layer.state) == buffers
-    assert sum(x.dtype == torch.float32 for x in layer.state) >= 2
+    buffers = 3 if model.config.hla_window else 0  # k, v as softmax layers keep them, and k before its rotation
+    assert sum(x.dtype == torch.bfloat16 for x in layer.state if x is not None) == buffers
+    assert sum(x.dtype == torch.float32 for x in layer.state if x is not None) >= 2
 
 
 # ---- numbers ----------------------------------------
@@ -176,14 +177,14 @@ def test_seed_setting_equals_its_dense_definition(architecture):
         hla_normalizer="count", hla_window=0,
     )  # fmt: skip
     attention, seen = model.model.layers[0].self_attn, {}
-    mix = attention.mix
+    forward = attention.hla.forward
 
-    def spy(q, k, v, *rest):
-        out, state = mix(q, k, v, *rest)
-        seen.update(q=q, k=k, v=v, out=out)
+    def spy(tokens, *rest, **options):
+        out, state = forward(tokens, *rest, **options)
+        seen.update(q=tokens.q, k=tokens.k, v=tokens.v, out=out)
         return out, state
 
-    attention.mix = spy
+    attention.hla.forward = spy
     with torch.no_grad():
         model(tokens(2, 37))
     q, k, v = (seen[name].double() for name in "qkv")
@@ -212,7 +213,7 @@ def test_softmax_attention_is_the_base_model(architecture):
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     for settings in MODES.values():
-        model = CAUSAL_LM_CLASSES[architecture](tiny_config(architecture, **settings)).eval()
+        model = model_class(architecture)(tiny_config(architecture, **settings)).eval()
         model.load_state_dict(base.state_dict(), strict=False)
         randomize(model)
         with torch.no_grad():
@@ -290,9 +291,7 @@ def test_a_cache_of_softmax_tokens_is_refused():
 def test_a_base_checkpoint_loads_into_the_hla_class(architecture, tmp_path):
     base = tiny_base(architecture)
     base.save_pretrained(tmp_path)
-    model, info = CAUSAL_LM_CLASSES[architecture].from_pretrained(
-        tmp_path, hla_operator="ahla", output_loading_info=True
-    )
+    model, info = model_class(architecture).from_pretrained(tmp_path, hla_operator="ahla", output_loading_info=True)
     assert info["missing_keys"] and all(".hla." in name for name in info["missing_keys"])
     assert not info["unexpected_keys"]
     maps = model.model.layers[0].self_attn.hla.q_map
@@ -321,15 +320,16 @@ def test_the_features_see_q_and_k_before_their_rotation(architecture, monkeypatc
 
     def attention(module, query, key, value, attention_mask, hla_rotation=None, **kwargs):
         rotated = torch.equal(query, before["q, k"][0])
-        unrotated = before["q, k"] if getattr(module, "use_rope", True) else (query, key)
+        unrotated_ones = before["q, k"] if getattr(module, "use_rope", True) else (query, key)
         monkeypatch.setitem(functions, "apply_rotary_pos_emb", original)
-        q, k = module.with_unrotated(query, key, hla_rotation)
+        q, k = unrotated(module, query, key, hla_rotation)
+        last = unrotated(module, query[:, :, -1:], key[:, :, -1:], [x[:, -1:] for x in hla_rotation], {})  # one token
         monkeypatch.setitem(functions, "apply_rotary_pos_emb", rotate)
-        assert torch.equal(q[..., :8], query) and torch.equal(k[..., :8], key)
-        assert_close(q[..., 8:], unrotated[0])
-        assert_close(k[..., 8:], unrotated[1])
+        for x, y, expected in zip((q, k), last, unrotated_ones, strict=True):
+            assert_close(x, expected)
+            assert_close(y, expected[:, :, -1:])
         seen.append(rotated)
-        return hla_attention_forward(module, query, key, value, attention_mask, hla_rotation=hla_rotation, **kwargs)
+        return hla_attention(module, query, key, value, attention_mask, hla_rotation=hla_rotation, **kwargs)
 
     monkeypatch.setitem(functions, "apply_rotary_pos_emb", rotate)
     AttentionInterface.register("hla_test", attention)
@@ -398,7 +398,8 @@ print("loaded", len(list(root.iterdir())))
 
 def test_loads_anywhere_without_the_package(tmp_path):
     for architecture in ARCHITECTURES:
-        model = tiny_model(architecture, hla_window=8, tie_word_embeddings=architecture == "qwen3")
+        settings = {"hla_window": 8, "tie_word_embeddings": architecture == "qwen3"}
+        model = tiny_model(architecture, dtype=torch.float32, **settings)
         ids = tokens(1, 30)
         model.save_pretrained(tmp_path / architecture)
         with torch.no_grad():
@@ -416,8 +417,8 @@ def test_auto_classes_need_no_trust_with_the_package(architecture, tmp_path):
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     tiny_model(architecture).save_pretrained(tmp_path)
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is CAUSAL_LM_CLASSES[architecture]
-    assert type(AutoModel.from_pretrained(tmp_path)) is MODEL_CLASSES[architecture]
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is model_class(architecture)
+    assert type(AutoModel.from_pretrained(tmp_path)) is model_class(architecture, "AutoModel")
     assert AutoConfig.from_pretrained(tmp_path).vocab_size == SIZES["vocab_size"]
 
 

@@ -10,25 +10,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hla_hf import ops_hla
-from hla_hf.ops_hla import (
-    ahla,
-    causal_linear_attention,
-    concatenate,
-    feature_map,
-    hla2,
-    hla3,
-    hla3_published,
-    windowed_attention,
-)  # fmt: skip
+import hla_hf
+from hla_hf import ahla, causal_linear_attention, feature_map, hla2, hla3, hla3_published, ops_hla, scan
+from hla_hf.window_hla import FarParameters, WindowSettings
 
 
 OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
 PASSES = {"linear": 1, "hla2": 2, "ahla": 2, "hla3": 3}
-FORMS = ops_hla.FORMS
+FORMS = tuple(ops_hla.FORMS)
 STATEFUL_FORMS = [form for form in FORMS if form != "dense"]
 HEADS = [(3, 3), (6, 2), (4, 1)]
 LENGTHS = [1, 2, 63, 64, 65, 127, 131]
+
+
+def windowed_attention(q, k, v, *, near_dim=None, **options):
+    """The public function with all its arguments by name; softmax takes the first `near_dim` entries of q and k."""
+    parameters, settings = (
+        kind(**{name: options.pop(name) for name in names if name in options})
+        for kind, names in ((FarParameters, FarParameters._fields), (WindowSettings, WindowSettings.__match_args__))
+    )
+    near_q, near_k = (x[..., :near_dim] for x in (q, k))
+    return hla_hf.windowed_attention(near_q, near_k, v, parameters, settings, far_q=q, far_k=k, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -408,7 +410,7 @@ def test_windowed_low_precision():
     }
     exact = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in settings.items()}
     out, state = windowed_attention(q, k, v, operator="ahla", return_state=True, **WINDOWED, **settings)
-    assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in state[-3:])
+    assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in (state.past_r, state.r, state.out))
     expected = windowed_definition("ahla", q.double(), k.double(), v.double(), **exact)
     assert_close(out, expected, 2**-6)  # the maps run in the dtype of q and k
 
@@ -522,15 +524,16 @@ def test_concatenation_is_associative(name, heads, lengths, decay, seed):
     q, k, v = make_inputs(heads, total, batch=1)
     features = [q, k, v] + ([torch.randn_like(q)] if name in ("hla2", "hla3") else [])
     options = {"coefficient": torch.randn(heads[0]).double(), "ridge": 0.5} if len(features) == 4 else {}
-    decays = ops_hla._as_decays(make_decay(decay, name, heads, total, 1), passes, q, k)
+    decays = ops_hla.as_decays(make_decay(decay, name, heads, total, 1), passes, q, k)
 
     def segment(start, end):
         part = [x if x is None or x.shape[2] == 1 else x[:, :, start:end] for x in decays]
-        weights = [ops_hla._chunk_weights(x, end - start, None, None) for x in part]
-        return ops_hla._segment(name, [x[:, :, start:end] for x in features], weights, options)
+        weights = [ops_hla.chunk_weights(x, end - start, None, None) for x in part]
+        return scan.segment_of(name, [x[:, :, start:end] for x in features], weights, options)
 
     cuts = [0, lengths[0], lengths[0] + lengths[1], total]
     a, b, c = (segment(*part) for part in pairwise(cuts))
+    concatenate = scan.concatenate
     left, right = concatenate(name, concatenate(name, a, b), c), concatenate(name, a, concatenate(name, b, c))
     for parts in zip(left, right, segment(0, total), strict=True):
         for x, y, whole in zip(*parts, strict=True):
@@ -540,7 +543,8 @@ def test_concatenation_is_associative(name, heads, lengths, decay, seed):
 
 def test_scan_takes_a_logarithmic_number_of_concatenations(monkeypatch):
     calls = []
-    monkeypatch.setattr(ops_hla, "concatenate", lambda *x: calls.append(1) or concatenate(*x))
+    concatenate = scan.concatenate
+    monkeypatch.setattr(scan, "concatenate", lambda *x: calls.append(1) or concatenate(*x))
     hla2(*make_inputs(length=128), form="scan", chunk_size=4)
     assert len(calls) == 6  # 33 elements: 32 chunks and what was before them
 
@@ -686,7 +690,7 @@ def test_autocast_keeps_fp32_inside(name):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, state = function(q, k, v, return_state=True, **options)
     assert_same_function(out, expected, inputs, 1e-6)
-    assert all(x.dtype in (torch.float32, torch.long) for x in state)
+    assert all(x is None or x.dtype in (torch.float32, torch.long) for x in state)
 
 
 @pytest.mark.parametrize("name", ["hla3", "windowed"])

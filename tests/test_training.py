@@ -25,7 +25,7 @@ from test_conversion import make_base, tokenizer  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from conversion.transfer import hla_parameters
-from hla_hf import causal_linear_attention, softmax_attention, to_hla
+from hla_hf import softmax_attention, to_hla
 from training import checkpoint, export, finetune, loop
 from training import model as student
 from training.data import ShuffledRows, StreamedRows, as_batch, packed_rows
@@ -383,8 +383,6 @@ def test_a_model_whose_weights_moved_is_not_its_own_teacher(files, tmp_path, cap
 
 
 def test_packed_documents_do_not_see_each_other(files, tmp_path):
-    if "segment_ids" not in causal_linear_attention.__kwdefaults__:
-        pytest.skip("these operators have no segment_ids: states are not reset yet")
     model = AutoModelForCausalLM.from_pretrained(files / "hla").eval()
     ids = torch.arange(3, 43)[None]
     positions = torch.cat([torch.arange(13), torch.arange(1), torch.arange(26)])[None]

@@ -3,9 +3,9 @@
 import torch
 import transformers
 
-from hla_hf.configuration_hla import CONFIG_CLASSES, base_class_names
+from hla_hf.configuration_hla import base_class_names, config_class
 from hla_hf.modeling_hla import _CACHE_ARGUMENT as CACHE
-from hla_hf.modeling_hla import CAUSAL_LM_CLASSES
+from hla_hf.modeling_hla import model_class
 
 
 torch.set_num_threads(1)  # a tiny model has nothing to share out, and busy cores make sharing very slow
@@ -52,7 +52,7 @@ ARCHITECTURE_SETTINGS = {
 
 
 def tiny_config(architecture="llama", **settings):
-    return CONFIG_CLASSES[architecture](**SIZES | {"hla_operator": "ahla", "hla_chunk_size": 16} | settings)
+    return config_class(architecture)(**SIZES | {"hla_operator": "ahla", "hla_chunk_size": 16} | settings)
 
 
 def tiny_base(architecture="llama", **settings):
@@ -70,9 +70,9 @@ def randomize(model):
     return model
 
 
-def tiny_model(architecture="llama", seed=0, dtype=torch.float32, **settings):
+def tiny_model(architecture="llama", seed=0, dtype=torch.float64, **settings):
     torch.manual_seed(seed)
-    return randomize(CAUSAL_LM_CLASSES[architecture](tiny_config(architecture, **settings))).eval().to(dtype)
+    return randomize(model_class(architecture)(tiny_config(architecture, **settings))).eval().to(dtype)
 
 
 def tokens(*shape, seed=0):

@@ -12,14 +12,16 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hla_hf.modeling_hla import HLAAttention
+from hla_hf import LayerState
+from hla_hf.cache_hla import LayerTokens
+from hla_hf.layer_hla import hla_attentions
 
 
-State = tuple[Tensor, ...]
-Layout = list[tuple[torch.Size, torch.dtype]]
+State = tuple[Tensor | None, ...]
+Layout = list[tuple[torch.Size, torch.dtype] | None]
 
 
 def _send(tensors: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> None:
@@ -95,15 +97,18 @@ def carry_state(
             message = [None]
             dist.recv_object_list(message, group=group, group_src=rank - 1, device=device)
             layouts["received"] = message[0]
-        state = _ReceiveState.apply(anchor, layouts["received"], rank - 1, group)
+        present = [x for x in layouts["received"] if x is not None]
+        tensors = _ReceiveState.apply(anchor, present, rank - 1, group)
         if keep is not None:
-            state = tuple(torch.where(keep.view(-1, *[1] * (x.ndim - 1)), x, x.new_zeros(())) for x in state)
+            tensors = tuple(torch.where(keep.view(-1, *[1] * (x.ndim - 1)), x, x.new_zeros(())) for x in tensors)
+        left = iter(tensors)
+        state = tuple(None if x is None else next(left) for x in layouts["received"])
     out, state = step(state)
     if rank < last:
         if "sent" not in layouts:
-            layouts["sent"] = [(x.shape, x.dtype) for x in state]
+            layouts["sent"] = [None if x is None else (x.shape, x.dtype) for x in state]
             dist.send_object_list([layouts["sent"]], group=group, group_dst=rank + 1, device=device)
-        out = _SendState.apply(rank + 1, group, out, anchor, *state)
+        out = _SendState.apply(rank + 1, group, out, anchor, *(x for x in state if x is not None))
     return out
 
 
@@ -130,25 +135,27 @@ def context_parallel(model: PreTrainedModel, group: dist.ProcessGroup) -> Iterat
             raise ValueError("context parallel needs position_ids, those of this slice in the whole sequence")
         keep["rows"] = kwargs["position_ids"][:, 0] != 0
 
-    def sliced(attention: HLAAttention, mix: Callable) -> Callable:
-        def mix_slice(q, k, v, mask=None, state=None, *rest):
+    def sliced(attention: nn.Module, forward: Callable) -> Callable:
+        def forward_slice(tokens: LayerTokens, state=None, **options) -> tuple[Tensor, None]:
+            q = tokens.q
             known = layouts.setdefault((attention.layer_idx, q.shape, q.dtype), {})
+
             rows = keep["rows"].expand(q.shape[0])
 
-            def step(state):
-                return mix(q, k, v, mask, state, *rest)
+            def step(state: State | None) -> tuple[Tensor, State]:
+                return forward(tokens, None if state is None else LayerState(*state))
 
             return carry_state(step, group, device=q.device, keep=rows, layouts=known), None
 
-        return mix_slice
+        return forward_slice
 
-    layers = [x for x in decoder.modules() if isinstance(x, HLAAttention)]
+    layers = hla_attentions(decoder)
     hook = decoder.register_forward_pre_hook(note_documents, with_kwargs=True)
-    for layer in layers:
-        layer.mix = sliced(layer, layer.mix)
+    for attention in layers:
+        attention.hla.forward = sliced(attention, attention.hla.forward)
     try:
         yield
     finally:
         hook.remove()
-        for layer in layers:
-            del layer.mix
+        for attention in layers:
+            del attention.hla.forward

@@ -11,8 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from conversion.load import file_beside, load_model, load_tokenizer
-from conversion.transfer import attention_layers, hla_parameters
+from conversion.transfer import hla_parameters
 from hla_hf import softmax_attention
+from hla_hf.layer_hla import hla_attentions
 
 from .recipe import Recipe
 
@@ -20,7 +21,7 @@ from .recipe import Recipe
 def load_student(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The converted model and its tokenizer. Raises: ValueError if they cannot be trained by this recipe."""
     model = load_model(recipe.model, "model", recipe.dtype)
-    if not attention_layers(model):
+    if not hla_attentions(model):
         raise ValueError(
             f"model {recipe.model!r} is a {model.config.model_type!r} model without HLA layers: convert it first"
         )
@@ -35,7 +36,7 @@ def load_student(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 def make_trainable(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftModel:
     """Leaves a gradient only to what the recipe trains, in float32; with LoRA the result is a `PeftModel`."""
     if recipe.train == "lora":
-        layers = attention_layers(model)
+        layers = hla_attentions(model)
         projections = {name for layer in layers for name, x in layer.named_children() if isinstance(x, nn.Linear)}
         settings = LoraConfig(
             task_type="CAUSAL_LM", r=recipe.lora_rank, lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,

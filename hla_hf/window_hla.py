@@ -1,0 +1,525 @@
+"""Softmax over a window and the first tokens ("sinks"), HLA over all others, under one normaliser:
+
+    out_t = (sum_near exp(s_tj - m_t) v_j + g n_t^(-1/2) sum_far (phi(q_t) . u_j) w_j) / (the same with v = w = 1)
+
+s = scale q . k, m_t is the largest s_tj of the near tokens and n_t the number of far ones: the mass that softmax
+attention gives to those grows much more slowly than a sum over them. It is three parts:
+
+    local_softmax   near tokens: the output, and the weight of the largest score, which is all that joining needs
+    the passes      the operator on tokens that have left the window (keys and values delayed by `window` tokens):
+                    u = phi(k) for `linear` and `ahla`, else u = coefficient LA(e, phi(k), phi(k)) / LA(e, phi(k), 1)
+                    + ridge e; w = v for `linear` and `hla2`, else w = (1 - value_mix) v + value_mix r, r being this
+                    attention's own first-order output
+    join            both under one normaliser
+
+`windowed_attention` takes a sequence in blocks, `decode_step` one token. Between calls a head remembers its sinks, its
+window as a ring and one state per pass: `LayerState`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .ops_hla import (
+    OPERATORS,
+    Decay,
+    Passes,
+    accumulate,
+    as_decays,
+    block_weights,
+    blocks_of,
+    check,
+    check_shapes,
+    chunks_per_block,
+    compute_dtype,
+    document_runs,
+    fold,
+    no_autocast,
+    of_heads,
+    repeat_heads,
+    run_blocks,
+    safe_divide,
+    split,
+    unfold,
+)
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """
+    Args:
+        window: the last tokens, itself included, that a token sees by softmax; at least 1.
+        num_sinks: the first tokens that it sees by softmax.
+        operator: what the others are seen by, one of `OPERATORS`.
+        scale: of the softmax scores; default `d ** -0.5`.
+        softcap: c in s = c tanh(scale q . k / c), for models that cap their scores; None leaves them.
+        ridge: lambda in u, for `hla2` and `hla3`.
+        chunk_size: tokens per chunk.
+        signed: whether a mass may be negative. If not, it is at least 1 and nothing needs to keep it away from 0.
+    """
+
+    window: int
+    num_sinks: int = 0
+    operator: str = "linear"
+    scale: float | None = None
+    softcap: float | None = None
+    ridge: float = 0.0
+    chunk_size: int = 64
+    signed: bool = True
+
+    def __post_init__(self):
+        check(self.window >= 1, f"window must be at least 1, got {self.window}")
+        check(self.num_sinks >= 0, f"num_sinks must be at least 0, got {self.num_sinks}")
+        check(self.operator in OPERATORS, f"operator {self.operator!r} is unknown; it must be one of {OPERATORS}")
+
+    @property
+    def has_u(self) -> bool:
+        return self.operator in ("hla2", "hla3")
+
+    @property
+    def has_r(self) -> bool:
+        return self.operator in ("ahla", "hla3")
+
+    @property
+    def passes(self) -> list[str]:
+        """The fields of `LayerState` that the operator's passes keep their state in, in their order."""
+        return ["u"] * self.has_u + ["r"] * self.has_r + ["out"]
+
+
+class FarParameters(NamedTuple):
+    """What is learned of the far part.
+
+    query_map, key_map: phi for q and for k, `[B, H, T, d] -> [B, H, T, f]`; gate: g, `[H]`; accumulator_map: e as a
+    function of q, for `hla2` and `hla3`, None takes e = phi(k); coefficient: one per head of e, or a number; value_mix:
+    one per query head, or a number; log_decay: as in the operators, per pass u, r, out as far as the operator has them;
+    both_maps: phi of q and phi of k at once, if there is a faster way than two.
+    """
+
+    query_map: Callable[[Tensor], Tensor]
+    key_map: Callable[[Tensor], Tensor]
+    gate: Tensor
+    accumulator_map: Callable[[Tensor], Tensor] | None = None
+    coefficient: float | Tensor = 1.0
+    value_mix: float | Tensor = 1.0
+    log_decay: Decay | Sequence[Decay] = None
+    both_maps: Callable[[Tensor, Tensor], Sequence[Tensor]] | None = None
+
+
+class Tokens(NamedTuple):
+    """`[B, H or Hkv, T, .]`: q, k, v as softmax sees them, far_q, far_k as the feature maps do."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    far_q: Tensor
+    far_k: Tensor
+
+
+class LayerState(NamedTuple):
+    """What an HLA layer remembers, batch first, of a size that does not depend on the context; all zeros is no token.
+
+    seen: real tokens of the current document, `[B]`. u, r, out: the fp32 states of the passes that make keys, make
+    values and answer. With a window of W tokens and S sinks, in the dtype of the inputs: k, v `[B, Hkv, S + W, .]`,
+    token number p at slot p if it is a sink, else at S + (p - S) mod W; far_k `[B, Hkv, W, .]`, far_q `[B, H, W, .]`
+    and past_r `[B, H, W, dv]` (fp32) at slot (p - S) mod W. None is what the operator does not need.
+    """
+
+    seen: Tensor
+    u: Tensor | None = None
+    r: Tensor | None = None
+    out: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    far_k: Tensor | None = None
+    far_q: Tensor | None = None
+    past_r: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "LayerState":
+        return LayerState(*(x if x is None else function(x) for x in self))
+
+
+# ---- near, and the join ----------------------------------------
+
+
+def local_softmax(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Sequence[Tensor] | None, place: Tensor, settings: WindowSettings
+) -> tuple[Tensor, Tensor]:
+    """Softmax of each token over its window and its document's sinks, for N chunks of C tokens.
+
+    q `[N, H, C, d]`; k, v `[N, Hkv, W + C, .]`, the chunk after the W tokens before it; sinks k, v `[N, Hkv, S, .]` or
+    None; place `[N, C]`, each token's number in its document. Returns out `[N, H, C, dv]` and the weight of the largest
+    score, 1 / sum exp(s - m), `[N, H, C, 1]`.
+    """
+    window, (rows, heads, size, _) = settings.window, q.shape
+    kv_heads, place = k.shape[1], place[..., None]
+    distance = torch.arange(size, device=q.device)[:, None] + window - torch.arange(window + size, device=q.device)
+    visible = (distance >= 0) & (distance < window) & (distance <= place)
+    if sinks is not None:  # those that have left the window
+        visible = torch.cat([torch.arange(sinks[0].shape[2], device=q.device) <= place - window, visible], -1)
+        k, v = (torch.cat(pair, 2) for pair in zip(sinks, (k, v), strict=True))
+    scores = (q.reshape(rows, kv_heads, -1, q.shape[-1]) @ k.mT).unflatten(2, (-1, size))
+    if settings.softcap is not None:
+        scores = settings.softcap * (scores / settings.softcap).tanh()
+    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    out = (weights.flatten(2, 3) @ v).view(rows, heads, size, -1)
+    return out, weights.amax(-1).flatten(1, 2)[..., None]
+
+
+def join(near: Tensor, far: Tensor, weight: Tensor, signed: bool = True) -> Tensor:
+    """The near output and the far sums, the last column of which is their mass, under one normaliser; `weight` is that
+    of a far token, relative to the near mass."""
+    far = weight * far
+    out, mass = near + far[..., :-1], far[..., -1:] + 1
+    return safe_divide(out, mass) if signed else out / mass
+
+
+# ---- a sequence ----------------------------------------
+
+
+class _Layout(NamedTuple):
+    """Where tokens stand, padding sorted to the end: each one's number in its document `place [B, T]`, the index of its
+    document's first token `start [B, T or 1]`, negative if that came before; which are real, and their documents."""
+
+    place: Tensor
+    start: Tensor
+    real: Tensor | None
+    runs: Tensor | None
+
+
+class _Past(NamedTuple):
+    """What one block hands to the next: the window in order, `[B, ., W, .]`, and the states of the passes."""
+
+    k: Tensor
+    v: Tensor
+    far_k: Tensor
+    far_q: Tensor | None
+    r: Tensor | None
+    states: Sequence[Tensor | None]
+
+
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, parameters: FarParameters, settings: WindowSettings, *,
+    far_q: Tensor | None = None, far_k: Tensor | None = None, attention_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None, initial_state: LayerState | None = None, return_state: bool = False,
+) -> Tensor | tuple[Tensor, LayerState]:  # fmt: skip
+    """Softmax over the last `window` and the first `num_sinks` real tokens, HLA over all others, one normaliser.
+
+    Args:
+        q, k, v: `[B, H, T, d]`, `[B, Hkv, T, d]`, `[B, Hkv, T, dv]`, as softmax attention takes them.
+        far_q, far_k: what the feature maps take instead of q and k, such as q and k before their rotation.
+        attention_mask, segment_ids: as in the operators; a document has its own window and sinks.
+        initial_state, return_state: a `LayerState`.
+    Returns: `[B, H, T, dv]`; the output of a padded token is 0.
+    Raises: ValueError naming the argument, its value and what is allowed.
+    """
+    check_shapes(q, k, v, attention_mask, segment_ids, settings.chunk_size)
+    tokens = Tokens(q, k, v, q if far_q is None else far_q, k if far_k is None else far_k)
+    check(
+        tokens.far_q.shape[:3] == q.shape[:3] and tokens.far_k.shape[:3] == k.shape[:3],
+        f"far_q and far_k must be shaped as q and k but for head_dim, got {tuple(tokens.far_q.shape)} and "
+        f"{tuple(tokens.far_k.shape)} for {tuple(q.shape)} and {tuple(k.shape)}",
+    )
+    decays = as_decays(parameters.log_decay, len(settings.passes), q, k)
+    state = _no_tokens(tokens, parameters, settings) if initial_state is None else initial_state
+    order = None
+    if attention_mask is not None:
+        # A stable sort moves each row's padding to its end, where a causal operator never sees it.
+        order = attention_mask.bool().logical_not().long().argsort(dim=1, stable=True)
+        tokens = Tokens(*(_gather(x, order) for x in tokens))
+    layout = _layout(order, attention_mask, segment_ids, state.seen, q.shape[2])
+    if order is not None:
+        decays = [x if x is None or x.shape[2] == 1 else _gather(x[..., None], order)[..., 0] for x in decays]
+        decays = [x if x is None else x.masked_fill(~layout.real[:, None], 0) for x in decays]
+    call = _Call(tokens, layout, decays, state, parameters, settings)
+    out, past = run_blocks(call.step, call.blocks, _past(state, settings), recompute=q.shape[2] > 1)
+    if order is not None:
+        out = _gather(out, order.argsort(1)).masked_fill(attention_mask[:, None, :, None] == 0, 0)
+    return (out, call.state_after(past)) if return_state else out
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """x `[B, H, N, d]`, index `[B, T]` of tokens: `[B, H, T, d]`."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _no_tokens(tokens: Tokens, parameters: FarParameters, settings: WindowSettings) -> LayerState:
+    def empty(x: Tensor, slots: int, **options) -> Tensor:
+        return x.new_zeros(x.shape[0], x.shape[1], slots, x.shape[3], **options)
+
+    slots, dtype = settings.num_sinks + settings.window, compute_dtype(tokens.q)
+    keeps_q = settings.has_u and parameters.accumulator_map is not None
+    state = LayerState(
+        tokens.q.new_zeros(tokens.q.shape[0], dtype=torch.long),
+        k=empty(tokens.k, slots), v=empty(tokens.v, slots), far_k=empty(tokens.far_k, settings.window),
+        far_q=empty(tokens.far_q, settings.window) if keeps_q else None,
+    )  # fmt: skip
+    if settings.has_r:
+        like = tokens.q[..., :1].expand(-1, -1, -1, tokens.v.shape[3])
+        state = state._replace(past_r=empty(like, settings.window, dtype=dtype))
+    return state
+
+
+def _layout(
+    order: Tensor | None, mask: Tensor | None, segment_ids: Tensor | None, seen: Tensor, length: int
+) -> _Layout:
+    index = torch.arange(length, device=seen.device)
+    runs, start, real = document_runs(segment_ids, mask), -seen[:, None], None
+    if order is not None:
+        real = index < mask.bool().sum(1, keepdim=True)
+        runs = runs if runs is None else runs.gather(1, order).cummax(1).values
+    if runs is not None:
+        begins = runs.diff(dim=1, prepend=runs[:, :1]) > 0
+        start = torch.where(begins, index, start).cummax(1).values
+    return _Layout((index - start).expand(len(seen), -1), start, real, runs)
+
+
+def _past(state: LayerState, settings: WindowSettings) -> _Past:
+    """The ring in order; what stands before a document's first token is never looked at."""
+    window, sinks = settings.window, settings.num_sinks
+    place = state.seen[:, None] - window + torch.arange(window, device=state.seen.device)
+    ring = (place - sinks) % window
+    slot = torch.where(place < sinks, place.clamp(min=0), sinks + ring)
+    far = (x if x is None else _gather(x, ring) for x in (state.far_k, state.far_q, state.past_r))
+    return _Past(_gather(state.k, slot), _gather(state.v, slot), *far, [getattr(state, x) for x in settings.passes])
+
+
+class _Call:
+    """One call of `windowed_attention`, cut into blocks; `step` is what is done for each."""
+
+    def __init__(
+        self, tokens: Tokens, layout: _Layout, decays: list[Tensor | None], state: LayerState,
+        parameters: FarParameters, settings: WindowSettings,
+    ):  # fmt: skip
+        self.all_tokens, self.layout, self.state, self.settings = tokens, layout, state, settings
+        q, dtype, size = tokens.q, compute_dtype(tokens.q), settings.chunk_size
+        self.dtype, self.parameters = dtype, parameters
+        self.scale = q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
+        self.gate = of_heads(parameters.gate.to(dtype), q.shape[1])
+        if layout.runs is not None:  # then one document of a chunk at most has sinks beyond the window
+            size = min(size, settings.window)
+        self.blocks = blocks_of(q.shape[2], size, chunks_per_block(q, size))
+        self.tokens = [Tokens(*x) for x in zip(*(split(x, self.blocks, 2) for x in tokens), strict=True)]
+        self.decays = list(zip(*(split(x, self.blocks, 2) for x in decays), strict=True))
+        self.sinks = self._sinks_of_blocks() if settings.num_sinks else [None] * len(self.blocks)
+
+    def _sinks(self, start: Tensor) -> list[Tensor]:
+        """The first tokens of the documents that start at `start [B, M]`: k and v, `[B, M, Hkv, S, .]`."""
+        count = self.settings.num_sinks
+        source = start[..., None] + torch.arange(count, device=start.device)
+        old = (source < 0)[:, None, ..., None]
+        source = source.clamp(0, self.all_tokens.k.shape[2] - 1).flatten(1)
+        return [
+            torch.where(old, kept[:, :, None, :count], _gather(new, source).unflatten(2, (-1, count))).transpose(1, 2)
+            for kept, new in ((self.state.k, self.all_tokens.k), (self.state.v, self.all_tokens.v))
+        ]
+
+    def _sinks_of_blocks(self) -> list[list[Tensor]]:
+        """Those of each chunk, `[B * chunks, Hkv, S, .]` per block."""
+        if self.layout.runs is None:
+            sinks = self._sinks(self.layout.start)
+            return [[x.expand(-1, b.chunks, -1, -1, -1).flatten(0, 1) for x in sinks] for b in self.blocks]
+        first = [i for b in self.blocks for i in range(b.start, b.start + b.length, b.chunk_size)]
+        parts = [x.split([b.chunks for b in self.blocks], 1) for x in self._sinks(self.layout.start[:, first])]
+        return [[x.flatten(0, 1) for x in pair] for pair in zip(*parts, strict=True)]
+
+    def _delay(self, past: Tensor, new: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`[B, ., W + n, .]`, slot i of which holds the token that leaves the window when the i-th new one comes, and
+        the last W of them, which are the next block's past."""
+        held, window = torch.cat([past, new], 2), self.settings.window
+        if real is None:
+            return held, held[:, :, -window:].clone()  # a view would keep all slots
+        return held, _gather(held, real.sum(1, keepdim=True) + torch.arange(window, device=new.device))
+
+    def step(self, i: int, past: _Past) -> tuple[Tensor, _Past]:
+        """Out `[B, H, n, dv]` of block i."""
+        block, tokens, settings, parameters = self.blocks[i], self.tokens[i], self.settings, self.parameters
+        part = slice(block.start, block.start + block.length)
+        place = self.layout.place[:, part]
+        real = None if self.layout.real is None else self.layout.real[:, part]
+        far_tokens = place - (settings.window + settings.num_sinks - 1)  # n_t
+        is_far = far_tokens > 0 if real is None else (far_tokens > 0) & real
+        is_far, far_tokens = (x.reshape(-1, 1, block.chunk_size, 1) for x in (is_far, far_tokens))
+
+        (k, past_k), (v, past_v), (far_k, past_far_k) = (
+            self._delay(old, new, real) for old, new in zip(past[:3], (tokens.k, tokens.v, tokens.far_k), strict=True)
+        )
+        query = parameters.query_map(tokens.far_q).to(self.dtype)
+        key = parameters.key_map(far_k[:, :, : block.length]).to(self.dtype)
+        query, key = fold(query, block.chunks), fold(key, block.chunks).masked_fill(~is_far, 0)
+        accumulator, past_far_q = key, past.far_q
+        if past.far_q is not None:
+            far_q, past_far_q = self._delay(past.far_q, tokens.far_q, real)
+            accumulator = parameters.accumulator_map(far_q[:, :, : block.length]).to(self.dtype)
+            accumulator = fold(accumulator, block.chunks).masked_fill(~is_far, 0)
+        value = fold(v[:, :, : block.length].to(self.dtype), block.chunks)
+
+        with no_autocast(tokens.q):
+            attend = Passes(past.states, block_weights(self.decays[i], block, self.layout.runs), block.chunks)
+            near, largest = self._near(tokens.q, k, v, place, i)
+            weight = self.gate * largest * far_tokens.clamp(min=1).to(self.dtype).rsqrt()
+            past_r = past.r
+            if settings.has_r:
+                r = attend(int(settings.has_u), query, key, _with_mass(value, is_far))
+                r = join(near, r, weight, settings.signed)
+                r, past_r = self._delay(past.r, unfold(r, block.chunks), real)
+                value = _mix(value, fold(r[:, :, : block.length], block.chunks), parameters.value_mix)
+            if settings.has_u:
+                key = accumulate(attend, accumulator, key, parameters.coefficient, settings.ridge, normalize=True)
+            out = attend(len(attend.states) - 1, query, key, _with_mass(value, is_far))
+            out = join(near, out, weight, settings.signed)
+        out = unfold(out, block.chunks).to(v.dtype)
+        return out, _Past(past_k, past_v, past_far_k, past_far_q, past_r, attend.states)
+
+    def _near(self, q: Tensor, k: Tensor, v: Tensor, place: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        size, chunks = self.blocks[i].chunk_size, self.blocks[i].chunks
+        k, v = (
+            x.unfold(2, self.settings.window + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1).to(self.dtype)
+            for x in (k, v)
+        )
+        sinks = self.sinks[i] and [x.to(self.dtype) for x in self.sinks[i]]
+        q = fold(q.to(self.dtype) * self.scale, chunks)
+        return local_softmax(q, k, v, sinks, place.reshape(-1, size), self.settings)
+
+    def state_after(self, past: _Past) -> LayerState:
+        """The window put back into its ring."""
+        layout, window, sinks = self.layout, self.settings.window, self.settings.num_sinks
+        length = layout.place.shape[1] if layout.real is None else layout.real.sum(1)
+        seen = length - layout.start[:, -1]
+        slots = torch.arange(window, device=seen.device)
+        index = window - 1 - (seen[:, None] - 1 - sinks - slots) % window
+        k, v, *far = (x if x is None else _gather(x, index) for x in past[:5])
+        if sinks:
+            firsts = self._sinks(layout.start[:, -1:])
+            k, v = (torch.cat([x[:, 0], y], 2) for x, y in zip(firsts, (k, v), strict=True))
+        states = dict(zip(self.settings.passes, past.states, strict=True))
+        return LayerState(seen, k=k, v=v, far_k=far[0], far_q=far[1], past_r=far[2], **states)
+
+
+def _with_mass(value: Tensor, is_far: Tensor) -> Tensor:
+    """Values of far tokens with a column of ones, whose sums are the mass."""
+    return pad(value, (0, 1), value=1.0).masked_fill(~is_far, 0)
+
+
+def _mix(value: Tensor, r: Tensor, value_mix: float | Tensor) -> Tensor:
+    value_mix = of_heads(value_mix, r.shape[1])
+    return (1 - value_mix) * repeat_heads(value, r.shape[1]) + value_mix * r
+
+
+# ---- one token ----------------------------------------
+
+
+class StepPlaces(NamedTuple):
+    """Where the next token of each row goes: the same for all layers of a model that have the same window.
+
+    slot, ring: of `LayerState`, `[B, 1, 1, 1]`; hidden: what is added to the scores, -inf where a slot is empty,
+    `[B * Hkv, 1, S + W]`; is_far: 1 if a token leaves the window, else 0, and far_weight: n_t^(-1/2), `[B, 1, 1, 1]`;
+    real: None, or `[B, 1, 1, 1]`, False at padding.
+    """
+
+    slot: Tensor
+    ring: Tensor
+    hidden: Tensor
+    is_far: Tensor
+    far_weight: Tensor
+    one: Tensor
+    real: Tensor | None
+
+
+def step_places(state: LayerState, mask: Tensor | None, settings: WindowSettings) -> StepPlaces:
+    """`mask [B, 1]`, None if no row is padding."""
+    window, sinks, place = settings.window, settings.num_sinks, state.seen[:, None, None, None]
+    dtype = compute_dtype(state.k)
+    ring = (place - sinks) % window
+    empty = torch.arange(sinks + window, device=place.device) > place
+    hidden = torch.zeros(empty.shape, dtype=dtype, device=place.device).masked_fill_(empty, -torch.inf)
+    far_tokens = place - (window + sinks - 1)
+    is_far, real = far_tokens > 0, None
+    if mask is not None:
+        real = mask[:, :, None, None] != 0
+        is_far = is_far & real
+    return StepPlaces(
+        torch.where(place < sinks, place, sinks + ring), ring,
+        hidden.expand(-1, state.k.shape[1], -1, -1).reshape(-1, 1, sinks + window),
+        is_far.to(dtype), far_tokens.clamp(min=1).to(dtype).rsqrt(), torch.ones_like(far_tokens, dtype=dtype), real,
+    )  # fmt: skip
+
+
+class _StepPasses(Passes):
+    """`attend` for one token; the states are written in place."""
+
+    def __call__(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        state, decay = self.states[i], self.weights[i]
+        heads = state.shape[1]
+        if decay is not None:
+            state.mul_(repeat_heads(decay.exp(), heads)[..., None])
+        k, v = repeat_heads(k, heads), repeat_heads(v, heads)
+        state.flatten(0, 1).baddbmm_(k.flatten(0, 1).mT, v.flatten(0, 1))
+        q = repeat_heads(q, max(q.shape[1], heads))
+        return (q.reshape(len(q), heads, -1, q.shape[3]) @ state).reshape(*q.shape[:3], -1)
+
+
+def _swap(slots: Tensor, index: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
+    """Writes one token per row into its slot, unless it is padding, and returns what stood there."""
+    index = index.expand(-1, slots.shape[1], -1, slots.shape[3])
+    old = slots.gather(2, index)
+    slots.scatter_(2, index, new if real is None else torch.where(real, new, old))
+    return old
+
+
+def decode_step(
+    tokens: Tokens, state: LayerState, parameters: FarParameters, settings: WindowSettings, places: StepPlaces
+) -> Tensor:
+    """`windowed_attention` of one token per row: out `[B, H, 1, dv]`. `state` is updated in place."""
+    q, k, v, far_q, far_k = tokens
+    batch, heads, dtype, real = q.shape[0], q.shape[1], places.is_far.dtype, places.real
+    decays = as_decays(parameters.log_decay, len(settings.passes), q, k)
+    if real is not None:
+        decays = [x if x is None else x.masked_fill(~real[..., 0], 0) for x in decays]
+    value = _swap(state.v, places.slot, v, real).to(dtype)
+    _swap(state.k, places.slot, k, real)
+    far_k = _swap(state.far_k, places.ring, far_k, real)
+    if parameters.both_maps is None:
+        query, key = parameters.query_map(far_q).to(dtype), parameters.key_map(far_k).to(dtype)
+    else:
+        query, key = parameters.both_maps(far_q, far_k)
+    key = accumulator = key * places.is_far
+    if state.far_q is not None:
+        far_q = _swap(state.far_q, places.ring, far_q, real)
+        accumulator = parameters.accumulator_map(far_q).to(dtype) * places.is_far
+    one = places.one.expand(-1, k.shape[1], -1, -1)
+
+    with no_autocast(q):
+        attend = _StepPasses([getattr(state, name) for name in settings.passes], decays)
+        near, largest = _step_softmax(q.to(dtype), state.k.to(dtype), state.v.to(dtype), places.hidden, settings)
+        weight = of_heads(parameters.gate.to(dtype), heads) * largest * places.far_weight
+        if settings.has_r:
+            r = join(
+                near, attend(int(settings.has_u), query, key, torch.cat([value, one], -1)), weight, settings.signed
+            )
+            r = _swap(state.past_r, places.ring, r, real)
+            value, one = _mix(value, r, parameters.value_mix), places.one.expand(-1, heads, -1, -1)
+        value = torch.cat([value, one], -1)
+        if settings.has_u:
+            key = accumulate(attend, accumulator, key, parameters.coefficient, settings.ridge, normalize=True)
+            value = value * places.is_far
+        out = join(near, attend(len(attend.states) - 1, query, key, value), weight, settings.signed)
+        state.seen.add_(1 if real is None else real.view(batch))
+    return (out if real is None else out * real).to(v.dtype)
+
+
+def _step_softmax(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, settings: WindowSettings) -> tuple[Tensor, Tensor]:
+    """`local_softmax` of one token per row over all slots."""
+    batch, heads, _, dim = q.shape
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    scale = dim**-0.5 if settings.scale is None else settings.scale
+    q = q.reshape(k.shape[0], -1, dim)
+    if settings.softcap is None:
+        scores = torch.baddbmm(hidden, q, k.mT, alpha=scale)
+    else:
+        scores = settings.softcap * (scale / settings.softcap * (q @ k.mT)).tanh() + hidden
+    weights = scores.softmax(-1)
+    return (weights @ v).view(batch, heads, 1, -1), weights.amax(-1).view(batch, heads, 1, 1)

@@ -1,0 +1,191 @@
+"""Facts that rows of text ask for, recall of facts in running text, and the speed of whole models side by side."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import tiny_base, tiny_model, tokens
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast
+
+from conversion import facts
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per byte."""
+    vocabulary = {x: i for i, x in enumerate(["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A script of `benchmarks/` as a module, and its command with arguments."""
+    monkeypatch.syspath_prepend("benchmarks")
+
+    def load(name):
+        script = importlib.import_module(name)
+
+        def run(*arguments):
+            monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+            script.main()
+
+        return script, run
+
+    return load
+
+
+def text_tokens(tokenizer, length):
+    words = " ".join(f"word{i}" for i in range(length))
+    return torch.tensor(tokenizer(words).input_ids[:length])
+
+
+def four_words(text):
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + 4]) for i in range(len(words) - 3)}
+
+
+# ---- rows of facts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", (300, 2048))
+def test_every_fact_is_stated_before_it_is_asked_for(tokenizer, monkeypatch, length):
+    drawn, draw_fact = [], facts.draw_fact
+    monkeypatch.setattr(facts, "draw_fact", lambda *args: drawn.append(draw_fact(*args)) or drawn[-1])
+    filler = text_tokens(tokenizer, 5000).view(10, 500)
+    distances, wordings = [], set()
+    for seed in range(8):
+        drawn.clear()
+        (row,) = facts.fact_rows(filler, tokenizer, 1, length, seed)
+        assert row.shape == (length,)
+        text, inserted = tokenizer.decode(row), 0
+        for fact in drawn:
+            assert fact.answers and all(answer.strip(" .") in fact.statement for answer in fact.answers.values())
+            places = [text.rfind(question + answer) for question, answer in fact.answers.items()]
+            if min(places) < 0:  # did not fit
+                continue
+            stated = text.find(fact.statement)
+            distances += [place - stated - len(fact.statement) for place in places]
+            assert stated >= 0 and min(distances) >= 0, fact
+            wordings |= {" ".join(re.findall(r"\b[a-z]+\b", question)) for question in fact.answers}
+            inserted += len(fact.statement) + sum(map(len, (*fact.answers, *fact.answers.values())))
+        assert 0.2 * length < inserted < 0.6 * length
+    assert len(wordings) > 10 and min(distances) < length / 10 and max(distances) > length / 3
+
+
+def test_rows_of_facts_are_seeded_and_read_their_filler_again(tokenizer):
+    filler = text_tokens(tokenizer, 90).view(3, 30)
+    rows = facts.fact_rows(filler, tokenizer, 4, 1000, seed=1)
+    assert torch.equal(rows, facts.fact_rows(iter(filler), tokenizer, 4, 1000, seed=1))
+    assert not torch.equal(rows, facts.fact_rows(filler, tokenizer, 4, 1000, seed=2))
+    assert len({tuple(row) for row in rows.tolist()}) == 4
+
+
+@pytest.mark.parametrize("filler, length, word", ([[], 500, "filler"], [[torch.arange(9)], 20, "length=20"]))
+def test_rows_of_facts_refuse_what_they_cannot_fill(tokenizer, filler, length, word):
+    with pytest.raises(ValueError, match=word):
+        facts.fact_rows(filler, tokenizer, 1, length)
+
+
+def test_rows_of_facts_share_no_four_words_with_what_the_benchmarks_ask():
+    judged = set().union(*(four_words(Path(f"benchmarks/{name}.py").read_text()) for name in ("quality", "demo")))
+    assert ("the", "pass", "key", "is") in judged
+    random, trained = Random(0), set()
+    for _ in range(5000):
+        fact = facts.draw_fact(random, lambda: "")
+        for part in (fact.statement, *(question + answer for question, answer in fact.answers.items())):
+            trained |= four_words(part)
+    assert len(trained) > 5000 and not trained & judged
+
+
+# ---- recall ----------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Says what followed the last line when it stood in the text before, in so far as it remembers the text."""
+
+    device = "cpu"
+
+    def __init__(self, tokenizer, memory):
+        self.tokenizer, self.memory = tokenizer, memory
+
+    def __call__(self, ids, logits_to_keep, use_cache, **cache):
+        (name, cache), following = *cache.items(), []
+        read = torch.cat([cache.read, ids], 1) if cache else ids
+        for row in read:
+            text = self.tokenizer.decode(row)
+            line = text.rpartition("\n")[2]
+            at = text.find(line, max(0, len(text) - self.memory)) + len(line)
+            following.append(self.tokenizer((text + "?")[at]).input_ids[0])
+        logits = F.one_hot(torch.tensor(following), len(self.tokenizer))[:, None].float()
+        return SimpleOutput(logits=logits, **{name: SimpleNamespace(read=read, layers=[])})
+
+
+class SimpleOutput(dict):
+    __getattr__ = dict.__getitem__
+
+
+def test_recall_is_solved_by_who_remembers_that_far(tokenizer, benchmark):
+    quality, _ = benchmark("quality")
+    text = quality.evenly_spaced_rows(text_tokens(tokenizer, 3000), 3, 1000)
+    for memory, solved in ((1000, (1, 1, 1)), (600, (0, 1, 1)), (300, (0, 0, 1)), (30, (0, 0, 0))):
+        found, _ = quality.recall(Reader(tokenizer, memory), tokenizer, text)
+        assert found == {name: dict(zip((0.1, 0.5, 0.9), solved, strict=True)) for name in quality.WORDINGS}
+
+
+def test_a_context_states_each_fact_at_its_depth_and_leaves_room_for_the_question(tokenizer, benchmark):
+    quality, _ = benchmark("quality")
+    row, keys = quality.with_facts(text_tokens(tokenizer, 1000), tokenizer, (0.9, 0.1, 0.5), quality.WORDINGS, "0")
+    text = tokenizer.decode(row)
+    longest = max(len(wording.question) for wording in quality.WORDINGS.values())
+    assert len(row) + 1 + longest == 1000 and len(set(keys.values())) == 3
+    order = [text.index(quality.WORDINGS[name].sentences[0].format(key=keys[name])) for name in keys]
+    assert order[1] < 200 < order[2] < 700 < order[0]
+    assert all(text.count(key) == (2 if name == "passkey" else 1) for name, key in keys.items())
+    other, others = quality.with_facts(text_tokens(tokenizer, 1000), tokenizer, (0.9, 0.1, 0.5), quality.WORDINGS, "1")
+    assert len(other) == len(row) and others != keys
+
+
+def test_recall_refuses_text_and_contexts_that_are_too_short(tokenizer, benchmark):
+    quality, _ = benchmark("quality")
+    with pytest.raises(ValueError, match="500 tokens, fewer"):
+        quality.evenly_spaced_rows(text_tokens(tokenizer, 500), 3, 501)
+    with pytest.raises(ValueError, match="context of 100"):
+        quality.with_facts(text_tokens(tokenizer, 100), tokenizer, (0.5,), quality.WORDINGS, "0")
+
+
+# ---- whole models ----------------------------------------------------------------------------------------------------
+
+
+def test_models_are_measured_side_by_side(tokenizer, benchmark, tmp_path, capsys):
+    _, run = benchmark("models")
+    serving, _ = benchmark("serving")
+    settings = {"vocab_size": 300, "hla_window": 8}
+    base, hla = tiny_base(vocab_size=300), tiny_model(**settings)
+    for name, model in (("base", base), ("hla", hla)):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    run(
+        tmp_path / "base", tmp_path / "hla", "--contexts", 16, 64, "--rounds", 2, "--steps", 2,
+        "--max-training-context", 16, "--json", tmp_path / "models.json",
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "models.json").read_text())["results"]
+    assert all(row["base"] > 0 and row["ratio"] == row["HLA"] / row["base"] for row in rows)
+    found = {(row["context"], row["what"]): row for row in rows}
+    assert ((16, "training tokens/s") in found) and ((64, "training tokens/s") not in found)
+    for model, name in ((base, "base"), (hla, "HLA")):
+        for context in (16, 64):
+            size = serving.cache_bytes(serving.read(model, tokens(1, context))[1])
+            assert found[context, "cache bytes"][name] == pytest.approx(size, abs=512)
+            assert found[context, "prefill peak bytes"][name] > size
+    assert "threads" in capsys.readouterr().out
