@@ -22,8 +22,9 @@ from hla_hf import softmax_attention, to_hla, to_softmax
 from hla_hf.layer_hla import hla_attentions
 
 from . import thread_report
-from .card import model_card
+from .card import model_card, origin_of
 from .evaluate import agreement_with_base, perplexity
+from .hub import check_upload, upload
 from .keep import keep_softmax, layer_costs
 from .load import load_base, load_model, load_tokenizer
 from .settings import Conversion, parse_arguments, without_folders
@@ -177,9 +178,10 @@ def convert(conversion: Conversion) -> dict:
     RunStopped if the result cannot be written, with what is trained in a file beside the output that `--resume` goes on
     from.
     """
+    check_output(conversion)
+    check_upload(conversion.push_to_hub)
     if conversion.to_softmax:
         return convert_back(conversion)
-    check_output(conversion)
     if conversion.eval_file and not Path(conversion.eval_file).is_file():
         raise ValueError(f"--eval-file {conversion.eval_file!r} does not exist")
     kept = read_kept(conversion)
@@ -214,6 +216,7 @@ def convert(conversion: Conversion) -> dict:
         "command": conversion.command,
         "text": f"{texts.training.numel()} tokens of {texts.description}",
         "evaluation": describe_evaluation(conversion, texts),
+        "eval_text": without_folders(conversion.eval_file),
         "hla": conversion.hla | ({"hla_layers": model.config.hla_layers} if costs else {}),
         "steps": conversion.steps,
         "base": base,
@@ -250,25 +253,29 @@ def describe_evaluation(conversion: Conversion, texts: Texts) -> str:
 def write(
     conversion: Conversion, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, report: dict | None
 ) -> None:
-    """Writes the output, with its card if there is a report. Raises: RunStopped if it cannot be written."""
+    """Writes the output, with its card if there is a report, and uploads it.
+
+    Raises: RunStopped if one of these fails.
+    """
     kept = _kept_file(conversion)
     try:
         with written_beside(Path(conversion.output)) as directory:
             write_model(model, tokenizer, directory)
             if report is not None:
                 (directory / "conversion.json").write_text(json.dumps(report, indent=2) + "\n")
-                (directory / "README.md").write_text(model_card(report))
+                card = model_card(report, origin_of(conversion.source), conversion.data, conversion.push_to_hub)
+                (directory / "README.md").write_text(card)
     except Exception as error:  # each writer has errors of its own
         hint = (
             f"; what was trained is kept in {kept}: the same command with --resume writes it" if kept.exists() else ""
         )
         raise RunStopped(f"the converted model cannot be written: {error}{hint}") from error
     kept.unlink(missing_ok=True)
+    upload(Path(conversion.output), conversion.push_to_hub, conversion.private, conversion.revision)
 
 
 def convert_back(conversion: Conversion) -> dict:
     """Writes the base architecture of a converted model, with its q, k, v, o and all other weights as they are now."""
-    check_output(conversion)
     model = load_model(conversion.source, "SOURCE", conversion.dtype)
     tokenizer = load_tokenizer(conversion.source, "SOURCE", model, required=False)
     to_softmax(model)
@@ -297,7 +304,7 @@ def print_report(report: dict) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command: exits 2 with one line on bad input, 1 if its result cannot be written, 130 on Ctrl-C in training."""
+    """The command: exits 2 with one line on bad input, 1 if its result cannot be written or uploaded, 130 on Ctrl-C."""
     try:
         conversion = parse_arguments(arguments)
         print(thread_report(), flush=True)

@@ -21,10 +21,13 @@ def file_beside(source: str, name: str) -> Path | None:
     if Path(source).exists():
         path = Path(source) / name
         return path if path.is_file() else None
-    path = cached_file(
-        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )  # fmt: skip
+    try:
+        path = cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )  # fmt: skip
+    except (OSError, ValueError):  # no such repository, or no name of one: who loads the model says so
+        return None
     return None if path is None else Path(path)
 
 
@@ -78,7 +81,7 @@ def load_base(
     Raises: ValueError if the architecture is not supported, a weight is missing or unreadable, the weights are
     quantised and not to be restored, the tokenizer has more tokens than the model, or there is none and it is needed.
     """
-    if (Path(source) / "adapter_config.json").is_file():
+    if file_beside(source, "adapter_config.json"):
         return _load_adapted(source, dtype, device, dequantize, needs_tokenizer)
     options, name = {}, ""
     directory = source

@@ -96,8 +96,14 @@ class Conversion(HLASettings):
     resume: bool = _option(False, "go on with a conversion to DIR that was stopped, or whose result was not written")
     dequantize: bool = _option(False, "accept a quantised base and restore its weights")
     to_softmax: bool = _option(False, "the way back: SOURCE is a converted model, DIR its base architecture")
+    push_to_hub: str | None = _option(
+        None, "upload DIR to this repository of the Hub when it is complete", type=str, metavar="USER/NAME"
+    )
+    private: bool = _option(False, "make the repository a private one, if it is new")
+    revision: str | None = _option(None, "branch of it to upload to (default: main)", type=str)
 
     def __post_init__(self) -> None:
+        check_upload_options(self)
         for name, least in (("steps", 0), ("tokens", 1), ("batch_size", 1), ("seq_len", 2), ("eval_len", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
@@ -114,6 +120,13 @@ class Conversion(HLASettings):
         """The command of this conversion as it may be published: what is not default, no folders of this machine."""
         published = dataclasses.replace(self, output=Path(os.path.abspath(self.output)).name)
         return command_line("python -m conversion.convert", published, without_folders, positional="source")
+
+
+def check_upload_options(settings: Any) -> None:
+    """Raises ValueError if `private` or `revision` is given without `push_to_hub`."""
+    for name in ("private", "revision"):
+        if getattr(settings, name) and settings.push_to_hub is None:
+            raise ValueError(f"--{name} needs --push-to-hub USER/NAME")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Conversion:

@@ -676,7 +676,7 @@ def test_tokenizer_larger_than_the_embedding_is_refused(tokenizer, tmp_path, cap
 def test_a_failure_while_saving_leaves_nothing_half_written_and_what_was_trained(
     base, tmp_path, text_file, monkeypatch, capsys
 ):
-    def fail(report):
+    def fail(*args):
         raise OSError("disk full")
 
     arguments = [base, "--data", text_file, *FAST, "--output"]

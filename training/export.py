@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from conversion.card import fill, settings_table
+from conversion.card import Measure, describe_license, fill, front_matter, origin_of, settings_table
 from conversion.load import file_beside, load_model
 from conversion.settings import without_folders
 from conversion.write import try_writing, write_model, written_beside
@@ -45,7 +45,7 @@ def export(run: Run, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> 
     plot(progress, output / "curves.png")
     with written_beside(output / "model") as partial:
         write_model(model, tokenizer, partial)
-        private = ("output", "resume")
+        private = ("output", "resume", "push_to_hub", "private", "revision")
         published = {k: without_folders(v) for k, v in progress.recipe.items() if k not in private}
         (partial / "training.json").write_text(json.dumps(progress.as_dict() | {"recipe": published}, indent=1) + "\n")
         shutil.copy(output / "curves.png", partial)
@@ -114,9 +114,17 @@ def model_card(recipe: Recipe, model: PreTrainedModel, progress: Progress, publi
     if recipe.kl_weight:
         teacher = published["teacher"] or "the same weights with softmax attention"
         objective.append(f"{recipe.kl_weight:g} x KL to {teacher} at temperature {recipe.temperature:g}")
+    origin = origin_of(recipe.model)
+    measures = [
+        Measure(name, titles[name], after[name], where)
+        for where, _, after in tables for name in titles if name in after and name != "loss"
+    ]  # fmt: skip
+    name = Path(recipe.output).resolve().name
     hla = {name: value for name, value in model.config.to_dict().items() if name.startswith("hla_")}
     return fill(
-        "finetuned.md", name=Path(recipe.output).resolve().name, base_model=published["model"],
+        "finetuned.md", front_matter=front_matter(name, origin, recipe.data, measures), name=name,
+        base_model=published["model"], license=describe_license(origin),
+        repository=recipe.push_to_hub or "PATH_OR_REPOSITORY",
         trained=trained[recipe.train], objective=" + ".join(objective), tokens=progress.tokens,
         data=", ".join(published["data"]), steps=progress.exported_step, skipped=progress.skipped,
         rows="\n".join(rows), recipe="\n".join(f"{k}: {json.dumps(v)}" for k, v in published.items()),

@@ -28,6 +28,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from conversion import thread_report
+from conversion.hub import check_upload, upload
 from conversion.transfer import hla_parameters
 from conversion.write import RunStopped
 
@@ -126,6 +127,7 @@ def load(recipe: Recipe, at_exit: ExitStack) -> tuple[Run, PreTrainedTokenizerBa
     Raises: ValueError on bad input.
     """
     last = find_checkpoint(recipe)
+    check_upload(recipe.push_to_hub)
     accelerator = make_accelerator(recipe)
     accelerator.print(thread_report())
     set_seed(recipe.seed)
@@ -188,7 +190,10 @@ def run(recipe: Recipe) -> dict | None:
 
 
 def finish(current: Run, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
-    """Tests and exports the best model, or the last. Raises: RunStopped if it cannot be written."""
+    """Tests, exports and uploads the best model, or the last.
+
+    Raises: RunStopped if it cannot be written or uploaded.
+    """
     progress, output = current.progress, current.output
     progress.exported_step = progress.best["step"] if current.recipe.load_best else progress.step
     if progress.exported_step != progress.step:
@@ -202,6 +207,8 @@ def finish(current: Run, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype)
             f"the trained model cannot be written: {error}; its checkpoint is {latest_checkpoint(output)}, "
             "continue with --resume"
         ) from error
+    if current.accelerator.is_main_process:
+        upload(output / "model", current.recipe.push_to_hub, current.recipe.private, current.recipe.revision)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
-from conversion.settings import command_line
+from conversion.settings import check_upload_options, command_line
 
 
 # ruff: noqa: RUF009 -- `_option` is `dataclasses.field`
@@ -67,8 +67,12 @@ class Recipe:
     checkpoint_steps: int = _option(100, "steps between evaluations, each with a checkpoint")
     load_best: bool = _option(True, "export the checkpoint with the lowest evaluation loss instead of the last")
     trackers: list[str] = _option(["tensorboard"], "Accelerate trackers by name, or none")
+    push_to_hub: str | None = _option(None, "USER/NAME of a repository of the Hub to upload output/model to")
+    private: bool = _option(False, "make the repository a private one, if it is new")
+    revision: str | None = _option(None, "branch of it to upload to; default main")
 
     def __post_init__(self):
+        check_upload_options(self)
         for name in ("model", "output", "data"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is required")
