@@ -170,7 +170,7 @@ def test_recall_refuses_text_and_contexts_that_are_too_short(tokenizer, benchmar
 def test_models_are_measured_side_by_side(tokenizer, benchmark, tmp_path, capsys):
     _, run = benchmark("models")
     serving, _ = benchmark("serving")
-    settings = {"vocab_size": 300, "hla_window": 8}
+    settings = {"vocab_size": 300, "hla_window": 8, "dtype": torch.float32}
     base, hla = tiny_base(vocab_size=300), tiny_model(**settings)
     for name, model in (("base", base), ("hla", hla)):
         model.save_pretrained(tmp_path / name)
