@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import hla_hf
 from hla_hf import ahla, causal_linear_attention, feature_map, hla2, hla3, hla3_published, ops_hla, scan
-from hla_hf.window_hla import FarParameters, WindowSettings
+from hla_hf.window_hla import FarParameters, Tokens, WindowSettings, decode_step, step_places
 
 
 OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
@@ -401,6 +401,35 @@ def test_windowed_padding_and_carried_state(name, kind):
             )
             outputs.append(step)
         assert_same_function(torch.cat(outputs, 2), expected, inputs)
+
+
+@pytest.mark.parametrize("heads, decay, softcap", [((6, 2), None, None), ((4, 1), "head", None), ((3, 3), None, 0.5)])
+@pytest.mark.parametrize("accumulator", ["query", "key"])
+@pytest.mark.parametrize("name", OPERATORS)
+@torch.no_grad()
+def test_decoding_step(name, accumulator, heads, decay, softcap):
+    """Token by token from any start, padding between real tokens, against the definition of each row's real tokens."""
+    q, k, v = make_inputs(heads)
+    settings = windowed_settings(name, accumulator, decay, heads)
+    parameters = FarParameters(torch.exp, torch.exp, **{n: x for n, x in settings.items() if n != "ridge"})
+    options = WindowSettings(7, 3, name, softcap=softcap, ridge=0.5)
+    mask = make_mask("interior")
+    expected = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    for b in range(2):
+        real = mask[b].bool()
+        row = (x[b : b + 1, :, real] for x in (q, k, v))
+        if softcap is None:
+            expected[b, :, real] = windowed_definition(name, *row, **settings)[0]
+        else:  # whose definition is that of the test above but for the scores
+            expected[b, :, real] = hla_hf.windowed_attention(*row, parameters, options)[0]
+    for start in (1, 10, 11, 30):
+        first = (x[:, :, :start] for x in (q, k, v))
+        kept = mask[:, :start]
+        _, state = hla_hf.windowed_attention(*first, parameters, options, attention_mask=kept, return_state=True)
+        for t in range(start, 37):
+            token = Tokens(*(x[:, :, t : t + 1] for x in (q, k, v, q, k)))
+            places = step_places(state, mask[:, t : t + 1], options)
+            assert_close(decode_step(token, state, parameters, options, places), expected[:, :, t : t + 1])
 
 
 def test_windowed_low_precision():
