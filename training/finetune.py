@@ -207,6 +207,7 @@ def finish(current: Run, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype)
             f"the trained model cannot be written: {error}; its checkpoint is {latest_checkpoint(output)}, "
             "continue with --resume"
         ) from error
+    current.accelerator.wait_for_everyone()  # a process that leaves while the main one writes can take it along
     if current.accelerator.is_main_process:
         upload(output / "model", current.recipe.push_to_hub, current.recipe.private, current.recipe.revision)
 
