@@ -98,7 +98,16 @@ class HLACacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Counts the new tokens; the state is read and written by the attention function."""
+        """Counts the new tokens; the state is read and written by the attention function.
+
+        Raises: ValueError if they are of another number of rows than the tokens before.
+        """
+        rows = None if self.state is None else self.state.seen.shape[0]
+        if rows not in (None, key_states.shape[0]):
+            raise ValueError(
+                f"the cache holds {rows} rows and the new tokens are {key_states.shape[0]}: call the cache's "
+                "batch_repeat_interleave(n) or batch_select_indices(rows) first"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.seq_length += key_states.shape[-2]

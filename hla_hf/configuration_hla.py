@@ -143,7 +143,7 @@ class HLAConfigMixin:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; it must be one of {allowed}")
         for name, least in (("hla_ridge", 0), ("hla_chunk_size", 1), ("hla_window", 0), ("hla_num_sinks", 0)):
-            if getattr(self, name) < least:
+            if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.hla_window > 0 and self.hla_normalizer != "mass":
             raise ValueError(

@@ -148,11 +148,12 @@ class HLALayer(nn.Module):
 
     def _own(self) -> dict[str, Tensor]:
         """The layer's parameters, under tensor parallelism this rank's heads of them."""
-        return {n: p.to_local() if isinstance(p, DTensor) else p for n, p in self._parameters.items()}
+        own = {name: getattr(self, name) for name in self.settings.parameter_shapes}  # an adapter may stand for one
+        return {n: p.to_local() if isinstance(p, DTensor) else p for n, p in own.items()}
 
     def _step_parameters(self) -> FarParameters:
         """Those of decoding, kept from one token to the next: what a step asks of them is done once."""
-        values = self._parameters.values()
+        values = list(self.parameters())
         if torch.compiler.is_compiling() or any(p.is_inference() for p in values):
             return self._far_parameters()
         versions = [(p.data_ptr(), p._version) for p in values]
@@ -189,7 +190,8 @@ class HLALayer(nn.Module):
             weight = torch.cat([torch.cat([own[f"{x}_map"], own[f"{x}_size"][..., None]], -1) for x in "qk"])
 
             def both_maps(q: Tensor, k: Tensor) -> Sequence[Tensor]:
-                y = (torch.cat([q, k], 1) @ weight.to(q.dtype)).to(compute_dtype(q))
+                both = torch.cat([q, k], 1)
+                y = (both @ weight.to(both.dtype)).to(compute_dtype(both))
                 return hedgehog(y[..., :-1], y[..., -1:]).split([q.shape[1], k.shape[1]], 1)
 
         return FarParameters(
@@ -326,7 +328,7 @@ def hla_attention(
     which q and k were rotated.
     """
     far = None, None
-    if module.hla.settings.window is not None:
+    if module.config.hla_window > 0:
         far = unrotated(module, query, key, hla_rotation, hla_memo)
     tokens = LayerTokens(query, key, value, *far, hla_mask, hla_segment_ids)
     if hla_cache is None:

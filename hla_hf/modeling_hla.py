@@ -5,6 +5,7 @@ untouched, with whatever attention implementation the user asked for.
 """
 
 import copy
+import dataclasses
 import hashlib
 import inspect
 import itertools
@@ -26,8 +27,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .cache_hla import load_cache, new_cache, save_cache, use_hla_layers
-from .configuration_hla import available_architectures, base_class_names, config_class, no_such_name
+from .cache_hla import HLACacheLayer, load_cache, new_cache, save_cache, use_hla_layers
+from .configuration_hla import HLAConfigMixin, available_architectures, base_class_names, config_class, no_such_name
 from .layer_hla import ATTENTION, HLALayer, LayerSettings, hla_attentions, note_call
 
 
@@ -200,6 +201,11 @@ class HLADecoderMixin(HLAModelMixin):
                     position_ids = self._positions_of(hla_mask, inputs.shape[1], cache)
             if not torch.compiler.is_compiling():
                 kwargs["hla_memo"] = {}
+        elif cache is not None and any(isinstance(layer, HLACacheLayer) for layer in cache.layers):
+            raise ValueError(
+                "the cache holds HLA layers, which softmax attention cannot continue from: within softmax_attention "
+                "pass a new cache, or none to let the model make its own"
+            )
         kwargs[cache_argument] = cache
         return super().forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
@@ -387,6 +393,10 @@ def to_hla(model: PreTrainedModel, **hla_settings) -> PreTrainedModel:
         as it was.
     """
     cls = hla_class(type(model))
+    fields = [field.name for field in dataclasses.fields(HLAConfigMixin)]
+    for name in hla_settings:
+        if name not in fields:
+            raise ValueError(f"to_hla has no setting {name!r} (given {hla_settings[name]!r}); it has {fields}")
     with _as_it_was_on_failure(model):
         _replace_config(model, config_class(model.config.model_type), **hla_settings)
         _become(model, cls)

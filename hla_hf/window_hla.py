@@ -468,6 +468,7 @@ def _swap(slots: Tensor, index: Tensor, new: Tensor, real: Tensor | None) -> Ten
     """Writes one token per row into its slot, unless it is padding, and returns what stood there."""
     index = index.expand(-1, slots.shape[1], -1, slots.shape[3])
     old = slots.gather(2, index)
+    new = new.to(slots.dtype)  # autocast may have begun or ended since
     slots.scatter_(2, index, new if real is None else torch.where(real, new, old))
     return old
 

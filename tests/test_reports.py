@@ -1,6 +1,8 @@
 """Kinds of trouble that users of converted, linear-attention or remote-code models report: one test per kind."""
 
+import copy
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -21,11 +23,12 @@ from tiny import (
 )
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, Trainer, TrainingArguments
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hla_hf
 from hla_hf import modeling_hla
+from hla_hf.modeling_hla import model_class
 from hla_hf.ops_hla import FEATURE_MAPS
 
 
@@ -414,3 +417,214 @@ def test_a_subfolder_loads(package, tmp_path):
     done = subprocess.run(script, capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-1] == str(package == "with the package")
+
+
+# ---- training and generating by turns ----------------------------------------
+
+
+def padded(length=25, pads=6):
+    ids = tokens(2, length)
+    mask = torch.ones_like(ids)
+    ids[0, :pads], mask[0, :pads] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("use_reentrant", (True, False))
+def test_a_model_generates_the_same_in_the_middle_of_its_training(mode, use_reentrant):
+    model, prompt = tiny_model(**MODES[mode]), padded()
+    expected = model.generate(**prompt, **GREEDY)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.train()
+    model(**prompt, labels=prompt["input_ids"]).loss.backward()
+    assert torch.equal(model.generate(**prompt, **GREEDY), expected)
+    model.config.use_cache = False  # as trainers leave it
+    assert torch.equal(model.generate(**prompt, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_of_inference_mode_goes_on_outside(mode):
+    model, prompt, new = tiny_model(**MODES[mode]), padded(), tokens(2, 1, seed=5)
+    mask = torch.cat([prompt["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    with torch.inference_mode():
+        cache = cache_of(model(**prompt, use_cache=True))
+        expected = model(new, attention_mask=mask, **{CACHE: copy.deepcopy(cache)}).logits.clone()
+    with torch.no_grad():
+        assert_close(model(new, attention_mask=mask, **{CACHE: copy.deepcopy(cache)}).logits, expected)
+    logits = model(new, attention_mask=mask, **{CACHE: copy.deepcopy(cache)}).logits
+    assert_close(logits, expected)
+    logits.sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pieces", ((12, 12), (12, 1, 1, 10), (4, 8, 12)))
+def test_gradients_flow_through_a_cache(mode, pieces):
+    model, ids = tiny_model(dtype=torch.double, **MODES[mode]), tokens(2, 24)
+
+    def gradients(logits):
+        model.zero_grad()
+        logits[:, 12:].log_softmax(-1)[..., 5].sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = gradients(model(ids, use_cache=False).logits)
+    logits, cache, start = [], None, 0
+    for length in pieces:
+        output = model(ids[:, start : start + length], use_cache=True, **({} if cache is None else {CACHE: cache}))
+        logits.append(output.logits)
+        cache, start = cache_of(output), start + length
+    for name, gradient in gradients(torch.cat(logits, 1)).items():
+        assert_close(gradient, expected[name], atol=1e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_begins_and_ends_between_the_tokens_of_a_cache(mode, operator):
+    model, ids = tiny_model(hla_operator=operator, **MODES[mode]), tokens(2, 24)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = model(ids, use_cache=False).logits
+            first = model(ids[:, :12], use_cache=True)
+            second = model(ids[:, 12:13], **{CACHE: cache_of(first)})
+        third = model(ids[:, 13:14], **{CACHE: cache_of(second)})
+        with torch.autocast("cpu", torch.bfloat16):
+            last = model(ids[:, 14:], **{CACHE: cache_of(third)})
+    logits = torch.cat([x.logits.float() for x in (first, second, third, last)], 1)
+    error, error_free = ((x - expected).norm() / expected.norm() for x in (logits, rounded.float()))
+    assert error < 1.5 * error_free + 0.01, (error, error_free)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_trainer_of_transformers_predicts_saves_and_resumes(mode, tmp_path):
+    model = tiny_model(**MODES[mode])
+    rows = [{"input_ids": tokens(12, seed=i), "labels": tokens(12, seed=i)} for i in range(6)]
+    settings = TrainingArguments(
+        tmp_path, max_steps=4, per_device_train_batch_size=2, save_steps=2, eval_steps=2, eval_strategy="steps",
+        load_best_model_at_end=True, gradient_checkpointing=True, use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    after = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert trainer.predict(rows).predictions.shape == (6, 12, 96)  # no cache among what is gathered
+    trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+    for name, p in model.named_parameters():
+        assert_close(p, after[name], msg=lambda m, n=name: f"{n}: {m}")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert torch.equal(loaded(rows[0]["input_ids"][None]).logits, model.eval()(rows[0]["input_ids"][None]).logits)
+
+
+# ---- what is put on top of a model, and taken from it ----------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lora_on_the_parameters_of_hla(mode):
+    model, ids = tiny_model(**MODES[mode]), tokens(1, 20)
+    before = model(ids).logits
+    config = LoraConfig(target_modules=[], target_parameters=["hla.q_map", "hla.k_map"], init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in adapted.parameters() if p.requires_grad)
+    adapted.eval()
+    expected, generated = adapted(ids).logits, adapted.generate(input_ids=ids, **GREEDY)
+    assert (expected - before).abs().max() > 0.01
+    merged = adapted.merge_and_unload()
+    assert_close(merged(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(merged.generate(ids, **GREEDY), generated)
+
+
+@pytest.mark.parametrize("tied", (True, False))
+def test_resized_embeddings(tied, tmp_path):
+    model, ids = tiny_model(hla_window=8, tie_word_embeddings=tied), tokens(1, 9)
+    model.resize_token_embeddings(101)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded(ids).logits.shape == (1, 9, 101) and torch.equal(loaded(ids).logits, model(ids).logits)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    base = tiny_base(tie_word_embeddings=tied)
+    base.resize_token_embeddings(101)
+    assert hla_hf.to_softmax(hla_hf.to_hla(base)).config.vocab_size == 101
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_of_any_dtype_is_the_same_mask(mode):
+    model, prompt = tiny_model(**MODES[mode]), padded(300)  # more tokens than int8 or bfloat16 can count
+    expected = model(**prompt).logits
+    for dtype in (torch.bool, torch.int8, torch.uint8, torch.int32, torch.float32, torch.bfloat16, torch.float16):
+        mask = prompt["attention_mask"].to(dtype)
+        assert_close(
+            model(prompt["input_ids"], attention_mask=mask).logits, expected, msg=lambda m, d=dtype: f"{d} {m}"
+        )
+
+
+@pytest.mark.parametrize("architecture", ("llama", "mixtral"))
+def test_there_is_one_class_of_each_name(architecture):
+    model = hla_hf.to_hla(tiny_base(architecture))
+    name = type(model).__name__
+    assert getattr(hla_hf, name) is model_class(architecture) is type(model)
+    assert AutoModelForCausalLM.from_config(model.config).__class__ is type(model)
+    ids, again = tokens(1, 9), pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model) and torch.equal(again(ids).logits, model(ids).logits)
+    assert torch.equal(again.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_default_dtype_changes_nothing(mode):
+    model, prompt = tiny_model(**MODES[mode]), padded()
+    expected, generated = model(**prompt).logits, model.generate(**prompt, **GREEDY)
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert_close(model(**prompt).logits, expected)
+            assert torch.equal(model.generate(**prompt, **GREEDY), generated)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+# ---- settings and caches that do not fit ----------------------------------------
+
+
+def test_a_misspelt_setting_is_named():
+    base = tiny_base()
+    before = everything_of(base)
+    for settings, message in (
+        ({"hla_windw": 8}, r"no setting 'hla_windw' \(given 8\); it has .*'hla_window'"),
+        ({"window": 8}, "no setting 'window'"),
+        ({"hla_window": -1}, "hla_window must be at least 0, got -1"),
+        ({"hla_ridge": float("nan")}, "hla_ridge must be at least 0, got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hla_hf.to_hla(base, **settings)
+        assert everything_of(base) == before
+
+
+def test_a_field_that_is_set_after_the_config_was_made_is_checked(tmp_path):
+    tiny_model(num_hidden_layers=2, hla_layers=[1]).save_pretrained(tmp_path)
+    for settings, message in (
+        ({"hla_window": -3}, "hla_window must be at least 0, got -3"),
+        ({"hla_operator": "hla4"}, "hla_operator='hla4' is unknown"),
+        ({"num_hidden_layers": 1}, r"hla_layers must be distinct and in 0..0, got \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("mode", ("pure", "windowed"))
+@pytest.mark.parametrize("rows", ((1, 3), (3, 1)))
+def test_a_cache_of_another_number_of_rows_is_refused(mode, rows):
+    model = tiny_model(**MODES[mode])
+    cache = cache_of(model(tokens(rows[0], 20), use_cache=True))
+    for length in (4, 1):
+        with pytest.raises(ValueError, match=f"cache holds {rows[0]} rows and the new tokens are {rows[1]}: .*repeat"):
+            model(tokens(rows[1], length), **{CACHE: cache})
+    assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_softmax_attention_does_not_go_on_from_the_cache_of_hla(mode):
+    model, ids = tiny_model(**MODES[mode]), tokens(1, 20)
+    cache = cache_of(model(ids, use_cache=True))
+    with hla_hf.softmax_attention(model), pytest.raises(ValueError, match="softmax attention cannot continue from"):
+        model(ids[:, :1], **{CACHE: cache})
