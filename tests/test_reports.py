@@ -79,7 +79,8 @@ def test_left_padding_without_positions(operator, feature_map, window):
 @pytest.mark.parametrize("architecture", ("llama", *ARCHITECTURE_SETTINGS))
 def test_left_padding_without_positions_in_other_architectures(architecture, mode):
     settings = {"num_hidden_layers": 3} | ARCHITECTURE_SETTINGS.get(architecture, {}) | MODES[mode]
-    assert_padding_moves_nothing(tiny_model(architecture, **settings), atol=1e-3)
+    # not in double: there the eager attention of the base itself is NaN at rows of padding
+    assert_padding_moves_nothing(tiny_model(architecture, dtype=torch.float32, **settings), atol=1e-3)
 
 
 # ---- engines that bring their own attention ----------------------------------------
@@ -541,7 +542,8 @@ def test_resized_embeddings(tied, tmp_path):
     model.resize_token_embeddings(101)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded(ids).logits.shape == (1, 9, 101) and torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded(ids).logits.shape == (1, 9, 101)
+    assert_close(loaded(ids).logits, model(ids).logits)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     base = tiny_base(tie_word_embeddings=tied)
     base.resize_token_embeddings(101)
