@@ -464,12 +464,16 @@ class _StepPasses(Passes):
         return (q.reshape(len(q), heads, -1, q.shape[3]) @ state).reshape(*q.shape[:3], -1)
 
 
-def _swap(slots: Tensor, index: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
-    """Writes one token per row into its slot, unless it is padding, and returns what stood there."""
+def _put(slots: Tensor, index: Tensor, new: Tensor, real: Tensor | None) -> None:
+    """Writes one token per row into its slot, unless it is padding."""
     index = index.expand(-1, slots.shape[1], -1, slots.shape[3])
-    old = slots.gather(2, index)
-    new = new.to(slots.dtype)  # autocast may have begun or ended since
-    slots.scatter_(2, index, new if real is None else torch.where(real, new, old))
+    slots.scatter_(2, index, new if real is None else torch.where(real, new, slots.gather(2, index)))
+
+
+def _swap(slots: Tensor, index: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
+    """The same; returns what stood there."""
+    old = slots.gather(2, index.expand(-1, slots.shape[1], -1, slots.shape[3]))
+    _put(slots, index, new, real)
     return old
 
 
@@ -483,7 +487,7 @@ def decode_step(
     if real is not None:
         decays = [x if x is None else x.masked_fill(~real[..., 0], 0) for x in decays]
     value = _swap(state.v, places.slot, v, real).to(dtype)
-    _swap(state.k, places.slot, k, real)
+    _put(state.k, places.slot, k, real)
     far_k = _swap(state.far_k, places.ring, far_k, real)
     if parameters.both_maps is None:
         query, key = parameters.query_map(far_q).to(dtype), parameters.key_map(far_k).to(dtype)
