@@ -97,10 +97,12 @@ def stub():
         "from .configuration_hla import HLAConfigMixin",
         "from .modeling_hla import HLADecoderMixin, HLAModelMixin",
     ]
+    mixins = {"AutoConfig": "Config", "AutoModel": "Decoder"}
     for names in map(base_class_names, available_architectures()):
-        for name, mixin in zip(names, ("Config", "Decoder", "Model"), strict=True):
+        for auto_class, name in names.items():
+            mixin = mixins.get(auto_class, "Model")
             modules.setdefault(getattr(transformers, name).__module__, []).append(name)
-            body = " ..." if mixin == "Config" else f"\n    config: HLA{names[0]}"
+            body = " ..." if mixin == "Config" else f"\n    config: HLA{names['AutoConfig']}"
             classes.append(f"class HLA{name}(HLA{mixin}Mixin, {name}):{body}\n")
     outside = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(modules.items())]
     inside = sorted(imports, key=lambda x: x.split()[1:4])
