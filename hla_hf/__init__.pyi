@@ -47,7 +47,7 @@ from .cache_hla import use_hla_layers as use_hla_layers
 from .configuration_hla import ARCHITECTURES as ARCHITECTURES
 from .configuration_hla import HLAConfigMixin
 from .definitions import hla3_published as hla3_published
-from .modeling_hla import HLADecoderMixin, HLAModelMixin
+from .modeling_hla import HLADecoderMixin, HLAHeadMixin, HLAModelMixin
 from .modeling_hla import softmax_attention as softmax_attention
 from .modeling_hla import to_hla as to_hla
 from .modeling_hla import to_softmax as to_softmax
@@ -71,13 +71,13 @@ class HLALlamaModel(HLADecoderMixin, LlamaModel):
 class HLALlamaForCausalLM(HLAModelMixin, LlamaForCausalLM):
     config: HLALlamaConfig
 
-class HLALlamaForSequenceClassification(HLAModelMixin, LlamaForSequenceClassification):
+class HLALlamaForSequenceClassification(HLAHeadMixin, LlamaForSequenceClassification):
     config: HLALlamaConfig
 
-class HLALlamaForTokenClassification(HLAModelMixin, LlamaForTokenClassification):
+class HLALlamaForTokenClassification(HLAHeadMixin, LlamaForTokenClassification):
     config: HLALlamaConfig
 
-class HLALlamaForQuestionAnswering(HLAModelMixin, LlamaForQuestionAnswering):
+class HLALlamaForQuestionAnswering(HLAHeadMixin, LlamaForQuestionAnswering):
     config: HLALlamaConfig
 
 class HLAMistralConfig(HLAConfigMixin, MistralConfig): ...
@@ -88,13 +88,13 @@ class HLAMistralModel(HLADecoderMixin, MistralModel):
 class HLAMistralForCausalLM(HLAModelMixin, MistralForCausalLM):
     config: HLAMistralConfig
 
-class HLAMistralForSequenceClassification(HLAModelMixin, MistralForSequenceClassification):
+class HLAMistralForSequenceClassification(HLAHeadMixin, MistralForSequenceClassification):
     config: HLAMistralConfig
 
-class HLAMistralForTokenClassification(HLAModelMixin, MistralForTokenClassification):
+class HLAMistralForTokenClassification(HLAHeadMixin, MistralForTokenClassification):
     config: HLAMistralConfig
 
-class HLAMistralForQuestionAnswering(HLAModelMixin, MistralForQuestionAnswering):
+class HLAMistralForQuestionAnswering(HLAHeadMixin, MistralForQuestionAnswering):
     config: HLAMistralConfig
 
 class HLAMinistralConfig(HLAConfigMixin, MinistralConfig): ...
@@ -105,13 +105,13 @@ class HLAMinistralModel(HLADecoderMixin, MinistralModel):
 class HLAMinistralForCausalLM(HLAModelMixin, MinistralForCausalLM):
     config: HLAMinistralConfig
 
-class HLAMinistralForSequenceClassification(HLAModelMixin, MinistralForSequenceClassification):
+class HLAMinistralForSequenceClassification(HLAHeadMixin, MinistralForSequenceClassification):
     config: HLAMinistralConfig
 
-class HLAMinistralForTokenClassification(HLAModelMixin, MinistralForTokenClassification):
+class HLAMinistralForTokenClassification(HLAHeadMixin, MinistralForTokenClassification):
     config: HLAMinistralConfig
 
-class HLAMinistralForQuestionAnswering(HLAModelMixin, MinistralForQuestionAnswering):
+class HLAMinistralForQuestionAnswering(HLAHeadMixin, MinistralForQuestionAnswering):
     config: HLAMinistralConfig
 
 class HLAQwen2Config(HLAConfigMixin, Qwen2Config): ...
@@ -122,13 +122,13 @@ class HLAQwen2Model(HLADecoderMixin, Qwen2Model):
 class HLAQwen2ForCausalLM(HLAModelMixin, Qwen2ForCausalLM):
     config: HLAQwen2Config
 
-class HLAQwen2ForSequenceClassification(HLAModelMixin, Qwen2ForSequenceClassification):
+class HLAQwen2ForSequenceClassification(HLAHeadMixin, Qwen2ForSequenceClassification):
     config: HLAQwen2Config
 
-class HLAQwen2ForTokenClassification(HLAModelMixin, Qwen2ForTokenClassification):
+class HLAQwen2ForTokenClassification(HLAHeadMixin, Qwen2ForTokenClassification):
     config: HLAQwen2Config
 
-class HLAQwen2ForQuestionAnswering(HLAModelMixin, Qwen2ForQuestionAnswering):
+class HLAQwen2ForQuestionAnswering(HLAHeadMixin, Qwen2ForQuestionAnswering):
     config: HLAQwen2Config
 
 class HLAQwen3Config(HLAConfigMixin, Qwen3Config): ...
@@ -139,13 +139,13 @@ class HLAQwen3Model(HLADecoderMixin, Qwen3Model):
 class HLAQwen3ForCausalLM(HLAModelMixin, Qwen3ForCausalLM):
     config: HLAQwen3Config
 
-class HLAQwen3ForSequenceClassification(HLAModelMixin, Qwen3ForSequenceClassification):
+class HLAQwen3ForSequenceClassification(HLAHeadMixin, Qwen3ForSequenceClassification):
     config: HLAQwen3Config
 
-class HLAQwen3ForTokenClassification(HLAModelMixin, Qwen3ForTokenClassification):
+class HLAQwen3ForTokenClassification(HLAHeadMixin, Qwen3ForTokenClassification):
     config: HLAQwen3Config
 
-class HLAQwen3ForQuestionAnswering(HLAModelMixin, Qwen3ForQuestionAnswering):
+class HLAQwen3ForQuestionAnswering(HLAHeadMixin, Qwen3ForQuestionAnswering):
     config: HLAQwen3Config
 
 class HLASmolLM3Config(HLAConfigMixin, SmolLM3Config): ...
@@ -156,13 +156,13 @@ class HLASmolLM3Model(HLADecoderMixin, SmolLM3Model):
 class HLASmolLM3ForCausalLM(HLAModelMixin, SmolLM3ForCausalLM):
     config: HLASmolLM3Config
 
-class HLASmolLM3ForSequenceClassification(HLAModelMixin, SmolLM3ForSequenceClassification):
+class HLASmolLM3ForSequenceClassification(HLAHeadMixin, SmolLM3ForSequenceClassification):
     config: HLASmolLM3Config
 
-class HLASmolLM3ForTokenClassification(HLAModelMixin, SmolLM3ForTokenClassification):
+class HLASmolLM3ForTokenClassification(HLAHeadMixin, SmolLM3ForTokenClassification):
     config: HLASmolLM3Config
 
-class HLASmolLM3ForQuestionAnswering(HLAModelMixin, SmolLM3ForQuestionAnswering):
+class HLASmolLM3ForQuestionAnswering(HLAHeadMixin, SmolLM3ForQuestionAnswering):
     config: HLASmolLM3Config
 
 class HLAOlmo2Config(HLAConfigMixin, Olmo2Config): ...
@@ -173,7 +173,7 @@ class HLAOlmo2Model(HLADecoderMixin, Olmo2Model):
 class HLAOlmo2ForCausalLM(HLAModelMixin, Olmo2ForCausalLM):
     config: HLAOlmo2Config
 
-class HLAOlmo2ForSequenceClassification(HLAModelMixin, Olmo2ForSequenceClassification):
+class HLAOlmo2ForSequenceClassification(HLAHeadMixin, Olmo2ForSequenceClassification):
     config: HLAOlmo2Config
 
 class HLAOlmo3Config(HLAConfigMixin, Olmo3Config): ...
@@ -184,7 +184,7 @@ class HLAOlmo3Model(HLADecoderMixin, Olmo3Model):
 class HLAOlmo3ForCausalLM(HLAModelMixin, Olmo3ForCausalLM):
     config: HLAOlmo3Config
 
-class HLAOlmo3ForSequenceClassification(HLAModelMixin, Olmo3ForSequenceClassification):
+class HLAOlmo3ForSequenceClassification(HLAHeadMixin, Olmo3ForSequenceClassification):
     config: HLAOlmo3Config
 
 class HLAGraniteConfig(HLAConfigMixin, GraniteConfig): ...
@@ -203,10 +203,10 @@ class HLAPhi3Model(HLADecoderMixin, Phi3Model):
 class HLAPhi3ForCausalLM(HLAModelMixin, Phi3ForCausalLM):
     config: HLAPhi3Config
 
-class HLAPhi3ForSequenceClassification(HLAModelMixin, Phi3ForSequenceClassification):
+class HLAPhi3ForSequenceClassification(HLAHeadMixin, Phi3ForSequenceClassification):
     config: HLAPhi3Config
 
-class HLAPhi3ForTokenClassification(HLAModelMixin, Phi3ForTokenClassification):
+class HLAPhi3ForTokenClassification(HLAHeadMixin, Phi3ForTokenClassification):
     config: HLAPhi3Config
 
 class HLAHeliumConfig(HLAConfigMixin, HeliumConfig): ...
@@ -217,10 +217,10 @@ class HLAHeliumModel(HLADecoderMixin, HeliumModel):
 class HLAHeliumForCausalLM(HLAModelMixin, HeliumForCausalLM):
     config: HLAHeliumConfig
 
-class HLAHeliumForSequenceClassification(HLAModelMixin, HeliumForSequenceClassification):
+class HLAHeliumForSequenceClassification(HLAHeadMixin, HeliumForSequenceClassification):
     config: HLAHeliumConfig
 
-class HLAHeliumForTokenClassification(HLAModelMixin, HeliumForTokenClassification):
+class HLAHeliumForTokenClassification(HLAHeadMixin, HeliumForTokenClassification):
     config: HLAHeliumConfig
 
 class HLAStarcoder2Config(HLAConfigMixin, Starcoder2Config): ...
@@ -231,10 +231,10 @@ class HLAStarcoder2Model(HLADecoderMixin, Starcoder2Model):
 class HLAStarcoder2ForCausalLM(HLAModelMixin, Starcoder2ForCausalLM):
     config: HLAStarcoder2Config
 
-class HLAStarcoder2ForSequenceClassification(HLAModelMixin, Starcoder2ForSequenceClassification):
+class HLAStarcoder2ForSequenceClassification(HLAHeadMixin, Starcoder2ForSequenceClassification):
     config: HLAStarcoder2Config
 
-class HLAStarcoder2ForTokenClassification(HLAModelMixin, Starcoder2ForTokenClassification):
+class HLAStarcoder2ForTokenClassification(HLAHeadMixin, Starcoder2ForTokenClassification):
     config: HLAStarcoder2Config
 
 class HLAArceeConfig(HLAConfigMixin, ArceeConfig): ...
@@ -245,13 +245,13 @@ class HLAArceeModel(HLADecoderMixin, ArceeModel):
 class HLAArceeForCausalLM(HLAModelMixin, ArceeForCausalLM):
     config: HLAArceeConfig
 
-class HLAArceeForSequenceClassification(HLAModelMixin, ArceeForSequenceClassification):
+class HLAArceeForSequenceClassification(HLAHeadMixin, ArceeForSequenceClassification):
     config: HLAArceeConfig
 
-class HLAArceeForTokenClassification(HLAModelMixin, ArceeForTokenClassification):
+class HLAArceeForTokenClassification(HLAHeadMixin, ArceeForTokenClassification):
     config: HLAArceeConfig
 
-class HLAArceeForQuestionAnswering(HLAModelMixin, ArceeForQuestionAnswering):
+class HLAArceeForQuestionAnswering(HLAHeadMixin, ArceeForQuestionAnswering):
     config: HLAArceeConfig
 
 class HLASeedOssConfig(HLAConfigMixin, SeedOssConfig): ...
@@ -262,13 +262,13 @@ class HLASeedOssModel(HLADecoderMixin, SeedOssModel):
 class HLASeedOssForCausalLM(HLAModelMixin, SeedOssForCausalLM):
     config: HLASeedOssConfig
 
-class HLASeedOssForSequenceClassification(HLAModelMixin, SeedOssForSequenceClassification):
+class HLASeedOssForSequenceClassification(HLAHeadMixin, SeedOssForSequenceClassification):
     config: HLASeedOssConfig
 
-class HLASeedOssForTokenClassification(HLAModelMixin, SeedOssForTokenClassification):
+class HLASeedOssForTokenClassification(HLAHeadMixin, SeedOssForTokenClassification):
     config: HLASeedOssConfig
 
-class HLASeedOssForQuestionAnswering(HLAModelMixin, SeedOssForQuestionAnswering):
+class HLASeedOssForQuestionAnswering(HLAHeadMixin, SeedOssForQuestionAnswering):
     config: HLASeedOssConfig
 
 class HLACohereConfig(HLAConfigMixin, CohereConfig): ...
@@ -287,10 +287,10 @@ class HLAGlm4Model(HLADecoderMixin, Glm4Model):
 class HLAGlm4ForCausalLM(HLAModelMixin, Glm4ForCausalLM):
     config: HLAGlm4Config
 
-class HLAGlm4ForSequenceClassification(HLAModelMixin, Glm4ForSequenceClassification):
+class HLAGlm4ForSequenceClassification(HLAHeadMixin, Glm4ForSequenceClassification):
     config: HLAGlm4Config
 
-class HLAGlm4ForTokenClassification(HLAModelMixin, Glm4ForTokenClassification):
+class HLAGlm4ForTokenClassification(HLAHeadMixin, Glm4ForTokenClassification):
     config: HLAGlm4Config
 
 class HLAGemma2Config(HLAConfigMixin, Gemma2Config): ...
@@ -301,10 +301,10 @@ class HLAGemma2Model(HLADecoderMixin, Gemma2Model):
 class HLAGemma2ForCausalLM(HLAModelMixin, Gemma2ForCausalLM):
     config: HLAGemma2Config
 
-class HLAGemma2ForSequenceClassification(HLAModelMixin, Gemma2ForSequenceClassification):
+class HLAGemma2ForSequenceClassification(HLAHeadMixin, Gemma2ForSequenceClassification):
     config: HLAGemma2Config
 
-class HLAGemma2ForTokenClassification(HLAModelMixin, Gemma2ForTokenClassification):
+class HLAGemma2ForTokenClassification(HLAHeadMixin, Gemma2ForTokenClassification):
     config: HLAGemma2Config
 
 class HLAGemma3TextConfig(HLAConfigMixin, Gemma3TextConfig): ...
@@ -315,7 +315,7 @@ class HLAGemma3TextModel(HLADecoderMixin, Gemma3TextModel):
 class HLAGemma3ForCausalLM(HLAModelMixin, Gemma3ForCausalLM):
     config: HLAGemma3TextConfig
 
-class HLAGemma3TextForSequenceClassification(HLAModelMixin, Gemma3TextForSequenceClassification):
+class HLAGemma3TextForSequenceClassification(HLAHeadMixin, Gemma3TextForSequenceClassification):
     config: HLAGemma3TextConfig
 
 class HLAMixtralConfig(HLAConfigMixin, MixtralConfig): ...
@@ -326,13 +326,13 @@ class HLAMixtralModel(HLADecoderMixin, MixtralModel):
 class HLAMixtralForCausalLM(HLAModelMixin, MixtralForCausalLM):
     config: HLAMixtralConfig
 
-class HLAMixtralForSequenceClassification(HLAModelMixin, MixtralForSequenceClassification):
+class HLAMixtralForSequenceClassification(HLAHeadMixin, MixtralForSequenceClassification):
     config: HLAMixtralConfig
 
-class HLAMixtralForTokenClassification(HLAModelMixin, MixtralForTokenClassification):
+class HLAMixtralForTokenClassification(HLAHeadMixin, MixtralForTokenClassification):
     config: HLAMixtralConfig
 
-class HLAMixtralForQuestionAnswering(HLAModelMixin, MixtralForQuestionAnswering):
+class HLAMixtralForQuestionAnswering(HLAHeadMixin, MixtralForQuestionAnswering):
     config: HLAMixtralConfig
 
 class HLAQwen3MoeConfig(HLAConfigMixin, Qwen3MoeConfig): ...
@@ -343,11 +343,11 @@ class HLAQwen3MoeModel(HLADecoderMixin, Qwen3MoeModel):
 class HLAQwen3MoeForCausalLM(HLAModelMixin, Qwen3MoeForCausalLM):
     config: HLAQwen3MoeConfig
 
-class HLAQwen3MoeForSequenceClassification(HLAModelMixin, Qwen3MoeForSequenceClassification):
+class HLAQwen3MoeForSequenceClassification(HLAHeadMixin, Qwen3MoeForSequenceClassification):
     config: HLAQwen3MoeConfig
 
-class HLAQwen3MoeForTokenClassification(HLAModelMixin, Qwen3MoeForTokenClassification):
+class HLAQwen3MoeForTokenClassification(HLAHeadMixin, Qwen3MoeForTokenClassification):
     config: HLAQwen3MoeConfig
 
-class HLAQwen3MoeForQuestionAnswering(HLAModelMixin, Qwen3MoeForQuestionAnswering):
+class HLAQwen3MoeForQuestionAnswering(HLAHeadMixin, Qwen3MoeForQuestionAnswering):
     config: HLAQwen3MoeConfig

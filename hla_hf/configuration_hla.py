@@ -136,7 +136,8 @@ class HLAConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> Self:
-        return super().from_dict({"hla_code_version": 1} | config_dict, **kwargs)
+        own = {"model_type": cls.model_type}  # of a base model's config too: weights are converted by it
+        return super().from_dict({"hla_code_version": 1} | config_dict | own, **kwargs)
 
     def validate_hla(self) -> None:
         """Raises ValueError naming the field, its value and what is allowed."""

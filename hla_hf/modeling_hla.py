@@ -43,8 +43,7 @@ class HLAModelMixin:
 
     def __init__(self, config):
         super().__init__(config)
-        if not isinstance(self.base_model, HLADecoderMixin) or self.base_model is self:
-            self._add_hla()  # a head's decoder comes from AutoModel, with HLA
+        self._add_hla()
 
     def _add_hla(self) -> None:
         decoder, config = self.base_model, self.base_model.config
@@ -303,6 +302,16 @@ class HLADecoderMixin(HLAModelMixin):
         return ((attention_mask != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:]
 
 
+class HLAHeadMixin(HLAModelMixin):
+    """Over a sequence, token or question-answering head, whose decoder comes from `AutoModel`, with its HLA layers."""
+
+    def __init__(self, config):
+        # In a saved directory's own code configs are of another copy of their class than the one known here.
+        decoder_class = model_class(config.model_type.removeprefix("hla_"), "AutoModel")
+        transformers.AutoModel.register(type(config), decoder_class, exist_ok=True)
+        super(HLAModelMixin, self).__init__(config)
+
+
 def model_class(model_type: str, auto_class: str = "AutoModelForCausalLM") -> type:
     """`HLALlamaForCausalLM`, with `auto_class="AutoModel"` `HLALlamaModel`, and so on, made when first asked for.
 
@@ -317,7 +326,7 @@ def _model_class(model_type: str, auto_class: str) -> type:
     if auto_class not in names:
         raise ValueError(f"auto_class={auto_class!r}: {model_type} has {', '.join(names)}")
     base = getattr(transformers, names[auto_class])
-    mixin = HLADecoderMixin if auto_class == "AutoModel" else HLAModelMixin
+    mixin = {"AutoModel": HLADecoderMixin, "AutoModelForCausalLM": HLAModelMixin}.get(auto_class, HLAHeadMixin)
     attributes = {
         "config_class": config_class(model_type),
         "base_class": base,
@@ -329,8 +338,6 @@ def _model_class(model_type: str, auto_class: str) -> type:
     _CAN_RECORD_REGISTRY.update({str(cls): base._can_record_outputs})  # for `output_hidden_states`
     if (conversions := get_checkpoint_conversion_mapping(model_type)) is not None:  # experts are fused on loading
         register_checkpoint_conversion_mapping(f"hla_{model_type}", conversions, overwrite=True)
-    if auto_class not in ("AutoModel", "AutoModelForCausalLM"):  # heads ask AutoModel for their decoder
-        transformers.AutoModel.register(cls.config_class, model_class(model_type, "AutoModel"), exist_ok=True)
     if (prefix := base.base_model_prefix) != "model":
         register_checkpoint_conversion_mapping(cls.__name__, [_PrefixOnLoading(r"^model\.", f"{prefix}.")], overwrite=True)
     return cls

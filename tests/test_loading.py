@@ -95,12 +95,12 @@ def stub():
             imports += [f"from .{node.module} import {x} as {x}" for x in names]
     imports += [
         "from .configuration_hla import HLAConfigMixin",
-        "from .modeling_hla import HLADecoderMixin, HLAModelMixin",
+        "from .modeling_hla import HLADecoderMixin, HLAHeadMixin, HLAModelMixin",
     ]
-    mixins = {"AutoConfig": "Config", "AutoModel": "Decoder"}
+    mixins = {"AutoConfig": "Config", "AutoModel": "Decoder", "AutoModelForCausalLM": "Model"}
     for names in map(base_class_names, available_architectures()):
         for auto_class, name in names.items():
-            mixin = mixins.get(auto_class, "Model")
+            mixin = mixins.get(auto_class, "Head")
             modules.setdefault(getattr(transformers, name).__module__, []).append(name)
             body = " ..." if mixin == "Config" else f"\n    config: HLA{names['AutoConfig']}"
             classes.append(f"class HLA{name}(HLA{mixin}Mixin, {name}):{body}\n")
