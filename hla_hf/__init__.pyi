@@ -1,44 +1,133 @@
 # Written by `HLA_WRITE_STUB=1 python -m pytest tests/test_loading.py -k stub`.
 from transformers.models.arcee.configuration_arcee import ArceeConfig
-from transformers.models.arcee.modeling_arcee import ArceeForCausalLM, ArceeForQuestionAnswering, ArceeForSequenceClassification, ArceeForTokenClassification, ArceeModel
+from transformers.models.arcee.modeling_arcee import (
+    ArceeForCausalLM,
+    ArceeForQuestionAnswering,
+    ArceeForSequenceClassification,
+    ArceeForTokenClassification,
+    ArceeModel,
+)
 from transformers.models.cohere.configuration_cohere import CohereConfig
 from transformers.models.cohere.modeling_cohere import CohereForCausalLM, CohereModel
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
-from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM, Gemma2ForSequenceClassification, Gemma2ForTokenClassification, Gemma2Model
+from transformers.models.gemma2.modeling_gemma2 import (
+    Gemma2ForCausalLM,
+    Gemma2ForSequenceClassification,
+    Gemma2ForTokenClassification,
+    Gemma2Model,
+)
 from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM, Gemma3TextForSequenceClassification, Gemma3TextModel
+from transformers.models.gemma3.modeling_gemma3 import (
+    Gemma3ForCausalLM,
+    Gemma3TextForSequenceClassification,
+    Gemma3TextModel,
+)
 from transformers.models.glm4.configuration_glm4 import Glm4Config
-from transformers.models.glm4.modeling_glm4 import Glm4ForCausalLM, Glm4ForSequenceClassification, Glm4ForTokenClassification, Glm4Model
+from transformers.models.glm4.modeling_glm4 import (
+    Glm4ForCausalLM,
+    Glm4ForSequenceClassification,
+    Glm4ForTokenClassification,
+    Glm4Model,
+)
 from transformers.models.granite.configuration_granite import GraniteConfig
 from transformers.models.granite.modeling_granite import GraniteForCausalLM, GraniteModel
 from transformers.models.helium.configuration_helium import HeliumConfig
-from transformers.models.helium.modeling_helium import HeliumForCausalLM, HeliumForSequenceClassification, HeliumForTokenClassification, HeliumModel
+from transformers.models.helium.modeling_helium import (
+    HeliumForCausalLM,
+    HeliumForSequenceClassification,
+    HeliumForTokenClassification,
+    HeliumModel,
+)
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaForQuestionAnswering, LlamaForSequenceClassification, LlamaForTokenClassification, LlamaModel
+from transformers.models.llama.modeling_llama import (
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+)
 from transformers.models.ministral.configuration_ministral import MinistralConfig
-from transformers.models.ministral.modeling_ministral import MinistralForCausalLM, MinistralForQuestionAnswering, MinistralForSequenceClassification, MinistralForTokenClassification, MinistralModel
+from transformers.models.ministral.modeling_ministral import (
+    MinistralForCausalLM,
+    MinistralForQuestionAnswering,
+    MinistralForSequenceClassification,
+    MinistralForTokenClassification,
+    MinistralModel,
+)
 from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralForQuestionAnswering, MistralForSequenceClassification, MistralForTokenClassification, MistralModel
+from transformers.models.mistral.modeling_mistral import (
+    MistralForCausalLM,
+    MistralForQuestionAnswering,
+    MistralForSequenceClassification,
+    MistralForTokenClassification,
+    MistralModel,
+)
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, MixtralForQuestionAnswering, MixtralForSequenceClassification, MixtralForTokenClassification, MixtralModel
+from transformers.models.mixtral.modeling_mixtral import (
+    MixtralForCausalLM,
+    MixtralForQuestionAnswering,
+    MixtralForSequenceClassification,
+    MixtralForTokenClassification,
+    MixtralModel,
+)
 from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
 from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM, Olmo2ForSequenceClassification, Olmo2Model
 from transformers.models.olmo3.configuration_olmo3 import Olmo3Config
 from transformers.models.olmo3.modeling_olmo3 import Olmo3ForCausalLM, Olmo3ForSequenceClassification, Olmo3Model
 from transformers.models.phi3.configuration_phi3 import Phi3Config
-from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM, Phi3ForSequenceClassification, Phi3ForTokenClassification, Phi3Model
+from transformers.models.phi3.modeling_phi3 import (
+    Phi3ForCausalLM,
+    Phi3ForSequenceClassification,
+    Phi3ForTokenClassification,
+    Phi3Model,
+)
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM, Qwen2ForQuestionAnswering, Qwen2ForSequenceClassification, Qwen2ForTokenClassification, Qwen2Model
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2ForCausalLM,
+    Qwen2ForQuestionAnswering,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+    Qwen2Model,
+)
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3ForQuestionAnswering, Qwen3ForSequenceClassification, Qwen3ForTokenClassification, Qwen3Model
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3ForCausalLM,
+    Qwen3ForQuestionAnswering,
+    Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
+    Qwen3Model,
+)
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeForQuestionAnswering, Qwen3MoeForSequenceClassification, Qwen3MoeForTokenClassification, Qwen3MoeModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForQuestionAnswering,
+    Qwen3MoeForSequenceClassification,
+    Qwen3MoeForTokenClassification,
+    Qwen3MoeModel,
+)
 from transformers.models.seed_oss.configuration_seed_oss import SeedOssConfig
-from transformers.models.seed_oss.modeling_seed_oss import SeedOssForCausalLM, SeedOssForQuestionAnswering, SeedOssForSequenceClassification, SeedOssForTokenClassification, SeedOssModel
+from transformers.models.seed_oss.modeling_seed_oss import (
+    SeedOssForCausalLM,
+    SeedOssForQuestionAnswering,
+    SeedOssForSequenceClassification,
+    SeedOssForTokenClassification,
+    SeedOssModel,
+)
 from transformers.models.smollm3.configuration_smollm3 import SmolLM3Config
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM, SmolLM3ForQuestionAnswering, SmolLM3ForSequenceClassification, SmolLM3ForTokenClassification, SmolLM3Model
+from transformers.models.smollm3.modeling_smollm3 import (
+    SmolLM3ForCausalLM,
+    SmolLM3ForQuestionAnswering,
+    SmolLM3ForSequenceClassification,
+    SmolLM3ForTokenClassification,
+    SmolLM3Model,
+)
 from transformers.models.starcoder2.configuration_starcoder2 import Starcoder2Config
-from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2ForCausalLM, Starcoder2ForSequenceClassification, Starcoder2ForTokenClassification, Starcoder2Model
+from transformers.models.starcoder2.modeling_starcoder2 import (
+    Starcoder2ForCausalLM,
+    Starcoder2ForSequenceClassification,
+    Starcoder2ForTokenClassification,
+    Starcoder2Model,
+)
 
 from .cache_hla import HLACacheLayer as HLACacheLayer
 from .cache_hla import cache_nbytes as cache_nbytes

@@ -338,8 +338,9 @@ def _model_class(model_type: str, auto_class: str) -> type:
     _CAN_RECORD_REGISTRY.update({str(cls): base._can_record_outputs})  # for `output_hidden_states`
     if (conversions := get_checkpoint_conversion_mapping(model_type)) is not None:  # experts are fused on loading
         register_checkpoint_conversion_mapping(f"hla_{model_type}", conversions, overwrite=True)
-    if (prefix := base.base_model_prefix) != "model":
-        register_checkpoint_conversion_mapping(cls.__name__, [_PrefixOnLoading(r"^model\.", f"{prefix}.")], overwrite=True)
+    if base.base_model_prefix != "model":
+        renaming = _PrefixOnLoading(r"^model\.", f"{base.base_model_prefix}.")
+        register_checkpoint_conversion_mapping(cls.__name__, [renaming], overwrite=True)
     return cls
 
 

@@ -27,7 +27,9 @@ SEQUENCE, TOKEN, QUESTION = HEADS = tuple(
     f"AutoModelFor{x}" for x in ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 )
 EVERY_HEAD = [(x, head) for x in available_architectures() for head in HEADS if head in base_class_names(x)]
-SOME_HEADS = [("llama", SEQUENCE), ("llama", TOKEN), ("llama", QUESTION), ("mistral", QUESTION), ("qwen3_moe", QUESTION)]
+SOME_HEADS = [("llama", SEQUENCE), ("llama", TOKEN), ("llama", QUESTION),
+              ("mistral", QUESTION), ("mixtral", SEQUENCE),
+              ("qwen3_moe", QUESTION)]  # fmt: skip
 DEPTH = {"num_hidden_layers": 3, "num_labels": 3}
 SETTINGS = {"hla_window": 8, "hla_num_sinks": 2} | DEPTH
 
@@ -54,7 +56,7 @@ def answers(model, ids, **inputs):
 
 
 def body(model):
-    return {name: x for name, x in model.base_model.state_dict().items()}
+    return model.base_model.state_dict()
 
 
 def assert_same(left, right):
