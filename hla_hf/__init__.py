@@ -58,7 +58,7 @@ def _register_models(config: type) -> None:
 def _name_targets_for_peft() -> None:
     """Where PEFT has default target modules for `llama`, they are those of `hla_llama`."""
     try:
-        from peft.utils import constants  # a quarter of a second, so not before there is a model
+        from peft.utils import constants  # takes 0.2 s, so not before there is a model
     except ImportError:
         return
     for name, targets in vars(constants).items():
