@@ -1,6 +1,9 @@
 """Higher-order Linear Attention (arXiv 2510.27258) for Hugging Face Transformers."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from functools import cache
+
+import transformers
+from transformers import AutoConfig
 
 from . import configuration_hla, definitions, modeling_hla, scan  # noqa: F401  two of them register their forms
 from .cache_hla import HLACacheLayer, cache_nbytes, new_cache, use_hla_layers
@@ -31,7 +34,7 @@ __all__ = [
     "to_softmax",
     "use_hla_layers",
     "windowed_attention",
-    *(f"HLA{name}" for x in available_architectures() for name in base_class_names(x)),
+    *(f"HLA{name}" for x in available_architectures() for name in base_class_names(x).values()),
 ]
 
 
@@ -45,8 +48,22 @@ def __getattr__(name: str) -> type:
 def _register_models(config: type) -> None:
     model_type = config.model_type.removeprefix("hla_")
     if model_type in available_architectures() and config is config_class(model_type):
-        AutoModel.register(config, model_class(model_type, "AutoModel"), exist_ok=True)
-        AutoModelForCausalLM.register(config, model_class(model_type), exist_ok=True)
+        for auto_class in base_class_names(model_type):
+            if auto_class != "AutoConfig":
+                getattr(transformers, auto_class).register(config, model_class(model_type, auto_class), exist_ok=True)
+        _name_targets_for_peft()
+
+
+@cache
+def _name_targets_for_peft() -> None:
+    """Where PEFT has default target modules for `llama`, they are those of `hla_llama`."""
+    try:
+        from peft.utils import constants  # takes 0.2 s, so not before there is a model
+    except ImportError:
+        return
+    for name, targets in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MODULES_MAPPING"):
+            targets |= {f"hla_{x}": targets[x] for x in available_architectures() if x in targets}
 
 
 for _model_type in available_architectures():

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Self
 import transformers
 from huggingface_hub.dataclasses import strict
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from .ops_hla import FEATURE_MAPS, OPERATORS
 
@@ -51,6 +57,15 @@ ARCHITECTURES = (
 )
 # Raised whenever what a config computes changes. Version 1 is also that of configs from before there was the field.
 CODE_VERSION = 1
+# The classes that each architecture has in Transformers, as far as it has them, become HLA classes.
+_CLASS_NAMES = {
+    "AutoConfig": CONFIG_MAPPING_NAMES,
+    "AutoModel": MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
 NORMALIZERS = ("none", "mass", "count", "rms")
 ACCUMULATORS = ("query", "key", "softmax_query")
 
@@ -115,16 +130,14 @@ class HLAConfigMixin:
             self.auto_map = self._own_auto_map()
 
     def _own_auto_map(self) -> dict[str, str]:
-        config, model, causal_lm = base_class_names(self.model_type.removeprefix("hla_"))
-        return {
-            "AutoConfig": f"configuration_hla.HLA{config}",
-            "AutoModel": f"modeling_hla.HLA{model}",
-            "AutoModelForCausalLM": f"modeling_hla.HLA{causal_lm}",
-        }
+        names = base_class_names(self.model_type.removeprefix("hla_"))
+        modules = {"AutoConfig": "configuration_hla"}
+        return {auto: f"{modules.get(auto, 'modeling_hla')}.HLA{name}" for auto, name in names.items()}
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> Self:
-        return super().from_dict({"hla_code_version": 1} | config_dict, **kwargs)
+        own = {"model_type": cls.model_type}  # of a base model's config too: weights are converted by it
+        return super().from_dict({"hla_code_version": 1} | config_dict | own, **kwargs)
 
     def validate_hla(self) -> None:
         """Raises ValueError naming the field, its value and what is allowed."""
@@ -179,17 +192,17 @@ class HLAConfigMixin:
         super().save_pretrained(*args, **kwargs)
 
 
-def base_class_names(model_type: str) -> tuple[str, str, str]:
-    """The names in Transformers of an architecture's config, decoder and causal language model.
+def base_class_names(model_type: str) -> dict[str, str]:
+    """The names in Transformers of an architecture's config, decoder, causal language model and those of the sequence,
+    token and question-answering heads that it has, by their Auto class, in this order.
 
     Raises: ValueError if it is not supported, here or by this Transformers.
     """
-    tables = (CONFIG_MAPPING_NAMES, MODEL_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     available = available_architectures()
     if model_type not in available:
         where = f"Transformers {transformers.__version__}" if model_type in ARCHITECTURES else "hla_hf"
         raise ValueError(f"model_type {model_type!r} is not supported by {where}; supported are {', '.join(available)}")
-    return tuple(names[model_type] for names in tables)
+    return {auto_class: names[model_type] for auto_class, names in _CLASS_NAMES.items() if model_type in names}
 
 
 @cache
@@ -204,7 +217,7 @@ WHEN_MADE: list[Callable[[type], None]] = []  # called with the class of each co
 @cache
 def config_class(model_type: str, /) -> type:
     """`HLALlamaConfig` and so on, made when it is first asked for."""
-    base = getattr(transformers, base_class_names(model_type)[0])
+    base = getattr(transformers, base_class_names(model_type)["AutoConfig"])
     attributes = {
         "model_type": f"hla_{model_type}",
         "_auto_class": "AutoConfig",  # saving copies this file, so that the directory loads without the package

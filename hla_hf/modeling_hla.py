@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -307,18 +308,31 @@ class HLADecoderMixin(HLAModelMixin):
         return ((attention_mask != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:]
 
 
-_AUTO_CLASSES = {"AutoModel": (1, HLADecoderMixin), "AutoModelForCausalLM": (2, HLAModelMixin)}
+class HLAHeadMixin(HLAModelMixin):
+    """Over a sequence, token or question-answering head, whose decoder comes from `AutoModel`, with its HLA layers."""
+
+    def __init__(self, config):
+        # In a saved directory's own code configs are of another copy of their class than the one known here.
+        decoder_class = model_class(config.model_type.removeprefix("hla_"), "AutoModel")
+        transformers.AutoModel.register(type(config), decoder_class, exist_ok=True)
+        super(HLAModelMixin, self).__init__(config)
 
 
 def model_class(model_type: str, auto_class: str = "AutoModelForCausalLM") -> type:
-    """`HLALlamaForCausalLM`, with `auto_class="AutoModel"` `HLALlamaModel`, and so on, made when first asked for."""
+    """`HLALlamaForCausalLM`, with `auto_class="AutoModel"` `HLALlamaModel`, and so on, made when first asked for.
+
+    Raises: ValueError if the architecture is not supported or has no such class.
+    """
     return _model_class(model_type, auto_class)
 
 
 @cached  # which tells a default from the same argument given: a second class would not pickle
 def _model_class(model_type: str, auto_class: str) -> type:
-    index, mixin = _AUTO_CLASSES[auto_class]
-    base = getattr(transformers, base_class_names(model_type)[index])
+    names = _model_names(model_type)
+    if auto_class not in names:
+        raise ValueError(f"auto_class={auto_class!r}: {model_type} has {', '.join(names)}")
+    base = getattr(transformers, names[auto_class])
+    mixin = {"AutoModel": HLADecoderMixin, "AutoModelForCausalLM": HLAModelMixin}.get(auto_class, HLAHeadMixin)
     attributes = {
         "config_class": config_class(model_type),
         "base_class": base,
@@ -330,27 +344,48 @@ def _model_class(model_type: str, auto_class: str) -> type:
     _CAN_RECORD_REGISTRY.update({str(cls): base._can_record_outputs})  # for `output_hidden_states`
     if (conversions := get_checkpoint_conversion_mapping(model_type)) is not None:  # experts are fused on loading
         register_checkpoint_conversion_mapping(f"hla_{model_type}", conversions, overwrite=True)
+    if base.base_model_prefix != "model":
+        renaming = _PrefixOnLoading(r"^model\.", f"{base.base_model_prefix}.")
+        register_checkpoint_conversion_mapping(cls.__name__, [renaming], overwrite=True)
     return cls
+
+
+def _model_names(model_type: str) -> dict[str, str]:
+    names = base_class_names(model_type)
+    del names["AutoConfig"]
+    return names
+
+
+class _PrefixOnLoading(WeightRenaming):
+    """Some question-answering heads call their decoder `transformer`, and would start from a random one where a
+    language model's weights are loaded, which are of a `model`. They are saved under the names that they have."""
+
+    __slots__ = ()
+
+    def reverse_transform(self) -> WeightRenaming:
+        name = self.target_patterns[0]
+        return WeightRenaming(f"^{name}", name)
 
 
 def hla_class(base: type) -> type:
     """The HLA class over a model class of Transformers. Raises: ValueError if there is none."""
     model_type = getattr(base.config_class, "model_type", None)
     if model_type in available_architectures():
-        for auto_class in _AUTO_CLASSES:
+        for auto_class in _model_names(model_type):
             cls = model_class(model_type, auto_class)
             if cls.base_class is base:
                 return cls
     raise ValueError(
         f"{base.__name__} (model_type {model_type!r}) cannot be converted; supported are the base and causal language "
-        f"models of {', '.join(available_architectures())}"
+        "models, and the sequence, token and question-answering heads as far as Transformers has them, of "
+        f"{', '.join(available_architectures())}"
     )
 
 
 def __getattr__(name: str) -> type:
     for model_type in available_architectures():
-        for auto_class, (index, _) in _AUTO_CLASSES.items():
-            if name == f"HLA{base_class_names(model_type)[index]}":
+        for auto_class, base_name in _model_names(model_type).items():
+            if name == f"HLA{base_name}":
                 return model_class(model_type, auto_class)
     raise no_such_name(__name__, name)
 

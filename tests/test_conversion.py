@@ -56,7 +56,8 @@ def tokenizer():
 
 def make_base(tokenizer, path, model_type="llama", **settings):
     torch.manual_seed(0)
-    config_class, _, model_class = (getattr(transformers, name) for name in base_class_names(model_type))
+    names = base_class_names(model_type)
+    config_class, model_class = (getattr(transformers, names[x]) for x in ("AutoConfig", "AutoModelForCausalLM"))
     model = model_class(
         config_class(
             vocab_size=len(tokenizer),

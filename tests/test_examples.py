@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import tiny_base, tiny_model
 from tokenizers import Tokenizer, decoders, models, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 
 ROOT = Path(__file__).parents[1]
@@ -128,8 +128,12 @@ def test_classify(model_path, tmp_path, run):
     rows = [
         {"text": f"{i} it was {'good' if i % 3 else 'bad'}", "label": "good" if i % 3 else "bad"} for i in range(80)
     ]
-    printed = run(example("classify"), model_path, "--data", write_lines(tmp_path / "texts.jsonl", rows))
+    options = ["--data", write_lines(tmp_path / "texts.jsonl", rows), "--output", "out", "--learning-rate", 1e-2]
+    printed = run(example("classify"), model_path, *options)
     assert float(re.search(r"20 held-out texts: ([0-9.]+)", printed)[1]) > 0.9
+    classify = pipeline("text-classification", str(tmp_path / "out"))
+    assert type(classify.model).__name__ == "HLALlamaForSequenceClassification"
+    assert [x["label"] for x in classify(["7 it was good", "6 it was bad"], batch_size=2)] == ["good", "bad"]
 
 
 def test_evaluate_lm_eval(model_path, tokenizer, tmp_path, run):

@@ -95,14 +95,20 @@ def stub():
             imports += [f"from .{node.module} import {x} as {x}" for x in names]
     imports += [
         "from .configuration_hla import HLAConfigMixin",
-        "from .modeling_hla import HLADecoderMixin, HLAModelMixin",
+        "from .modeling_hla import HLADecoderMixin, HLAHeadMixin, HLAModelMixin",
     ]
+    mixins = {"AutoConfig": "Config", "AutoModel": "Decoder", "AutoModelForCausalLM": "Model"}
     for names in map(base_class_names, available_architectures()):
-        for name, mixin in zip(names, ("Config", "Decoder", "Model"), strict=True):
+        for auto_class, name in names.items():
+            mixin = mixins.get(auto_class, "Head")
             modules.setdefault(getattr(transformers, name).__module__, []).append(name)
-            body = " ..." if mixin == "Config" else f"\n    config: HLA{names[0]}"
+            body = " ..." if mixin == "Config" else f"\n    config: HLA{names['AutoConfig']}"
             classes.append(f"class HLA{name}(HLA{mixin}Mixin, {name}):{body}\n")
-    outside = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(modules.items())]
+    outside = []
+    for module, names in sorted(modules.items()):
+        line = f"from {module} import {', '.join(sorted(names))}"
+        lines = [f"from {module} import (", *(f"    {name}," for name in sorted(names)), ")"]
+        outside += [line] if len(line) <= 120 else lines
     inside = sorted(imports, key=lambda x: x.split()[1:4])
     head = "# Written by `HLA_WRITE_STUB=1 python -m pytest tests/test_loading.py -k stub`."
     return "\n".join([head, *outside, "", *inside, "", "__version__: str", "", *classes])
@@ -136,7 +142,7 @@ assert set(made) <= {"transformers.models.auto.modeling_auto", "transformers.mod
 from hla_hf import *
 for name in ("CohereModel", "LlamaForCausalLM", "MixtralForCausalLM", "Gemma3TextConfig"):
     assert getattr(hla_hf, "HLA" + name).__name__ == "HLA" + name == globals()["HLA" + name].__name__
-assert len([x for x in hla_hf.__all__ if x.startswith("HLA") and x != "HLACacheLayer"]) == 57
+assert len([x for x in hla_hf.__all__ if x.startswith("HLA") and x != "HLACacheLayer"]) == 97
 
 
 def error(function, *arguments):

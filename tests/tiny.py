@@ -56,7 +56,8 @@ def tiny_config(architecture="llama", **settings):
 
 
 def tiny_base(architecture="llama", **settings):
-    config_class, _, causal_lm_class = (getattr(transformers, name) for name in base_class_names(architecture))
+    names = base_class_names(architecture)
+    config_class, causal_lm_class = (getattr(transformers, names[x]) for x in ("AutoConfig", "AutoModelForCausalLM"))
     return causal_lm_class(config_class(**SIZES | settings)).eval()
 
 
