@@ -97,6 +97,10 @@ class HLAModelMixin:
         finally:
             decoder.config._attn_implementation, decoder.hla_config._attn_implementation = before
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.base_class._can_set_experts_implementation()  # found out from the source of a class's module
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, HLALayer):
