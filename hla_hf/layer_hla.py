@@ -64,10 +64,12 @@ class LayerSettings:
         operator, accumulator = config.hla_operator, config.hla_accumulator
         ridge, window = config.hla_ridge + (accumulator == "key"), None
         if config.hla_window > 0:
+            slots = config.hla_slots_of_layers[config.hla_layer_ids.index(attention.layer_idx)]
             signed = config.hla_feature_map == "identity" or operator in ("hla2", "hla3")
             window = WindowSettings(
                 config.hla_window, config.hla_num_sinks, operator, attention.scaling,
                 getattr(attention, "attn_logit_softcapping", None), ridge, config.hla_chunk_size, signed,
+                slots, config.hla_slot_score,
             )  # fmt: skip
         return cls(
             operator, config.hla_feature_map, config.hla_normalizer, config.hla_decay, accumulator, ridge,

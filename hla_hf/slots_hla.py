@@ -1,7 +1,7 @@
-"""Exact slots: beside its window, a key-value head keeps the M tokens with the highest scores of those that have left it.
+"""Exact slots: beside its window, a key-value head keeps the M tokens with the highest scores that have left it.
 
 A token's score is fixed when it leaves the window. It then competes with the slots, the earlier first among equals, and
-the loser is absorbed into the state, never to come back: once the slots are full exactly one token is absorbed per step.
+the loser is absorbed into the states, never to come back: once the slots are full, exactly one token per step is.
 So the far part is the operator over tokens in the order of their absorption, which each key-value head has of its own.
 
 A sequence is decided chunk by chunk: the M slots and the C tokens that leave in a chunk are sorted once, and who is out
@@ -36,9 +36,9 @@ class Choice(NamedTuple):
     """Who is in the slots in a block of chunks. Tokens are numbers in a pool: the M slots before the block, then its
     leaving tokens.
 
-    absorbed: who enters the state at each step, `[B, Hkv, n]`; start: the slots before each chunk `[B, Hkv, chunks, M]`;
-    end: those after the block, `[B, Hkv, M]`, and empty: which of them hold nothing; alive: whether slots and leaving
-    tokens are in a slot at step i of their chunk, `[B * chunks, Hkv, C, M + C]`.
+    absorbed: who enters the states at each step, `[B, Hkv, n]`; start: the slots before each chunk,
+    `[B, Hkv, chunks, M]`; end: those after the block, `[B, Hkv, M]`, and empty: which of them hold nothing; alive:
+    whether slots and leaving tokens are in a slot at step i of their chunk, `[B * chunks, Hkv, C, M + C]`.
     """
 
     absorbed: Tensor

@@ -237,8 +237,8 @@ def windowed_attention(
     segment_ids: Tensor | None = None, slot_scores: Tensor | None = None, initial_state: LayerState | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LayerState]:  # fmt: skip
-    """Softmax over the last `window` and the first `num_sinks` real tokens and the exact slots, HLA over all others, one
-    normaliser.
+    """Softmax over the last `window` and the first `num_sinks` real tokens and the exact slots, HLA over all others,
+    one normaliser.
 
     Args:
         q, k, v: `[B, H, T, d]`, `[B, Hkv, T, d]`, `[B, Hkv, T, dv]`, as softmax attention takes them.

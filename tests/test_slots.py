@@ -11,7 +11,6 @@ from test_ops import (
     assert_same_function,
     documents_of,
     gradients,
-    make_decay,
     make_inputs,
     make_mask,
     make_segments,
@@ -20,7 +19,10 @@ from test_ops import (
     windowed_attention,
     windowed_settings,
 )
+from tiny import CACHE, cache_of, positions, stepwise_logits, tiny_model, tokens
+from transformers import StaticCache
 
+import hla_hf
 from hla_hf.window_hla import FarParameters, Tokens, WindowSettings, decode_step, step_places
 
 
@@ -294,3 +296,99 @@ def test_low_precision(kind):
 def test_bad_input(settings, message):
     with pytest.raises(ValueError, match=message):
         windowed_attention(*make_inputs(), gate=torch.ones(6), **SLOTS | settings)
+
+
+# ---- models ----------------------------------------
+
+
+def slots_model(**settings):
+    return tiny_model(**{"hla_window": 8, "hla_num_sinks": 2, "hla_slots": [6, 3], "hla_operator": "hla3"} | settings)
+
+
+@torch.no_grad()
+def test_no_slots_is_the_model_without_the_field():
+    ids = tokens(2, 40)
+    plain = slots_model(hla_slots=0)
+    without, with_slots = plain(ids), slots_model()(ids)
+    assert torch.equal(slots_model(hla_slots=[0, 0])(ids).logits, without.logits)
+    assert not torch.allclose(with_slots.logits, without.logits)
+    states = [layer.state for layer in cache_of(without).layers]
+    assert all(state.score is None and state.slot_place is None and state.recall is None for state in states)
+    assert [layer.state.slot_place.shape[2] for layer in cache_of(with_slots).layers] == [6, 3]
+
+
+@pytest.mark.parametrize("kind", ["attention", "recall"])
+@torch.no_grad()
+def test_model_decodes_as_it_reads(kind, tmp_path):
+    """Padded rows; in pieces and token by token; reordered rows; a saved cache; a static one."""
+    model, ids = slots_model(hla_slot_score=kind), tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    expected = model(ids, attention_mask=mask, position_ids=positions(mask)).logits
+    logits, cache = stepwise_logits(model, ids, (13, 4, *[1] * 23, 12, *[1] * 8), mask)
+    assert (logits - expected)[mask.bool()].abs().max() < 1e-9
+    _, cache = stepwise_logits(model, ids, (20, *[1] * 10), mask)
+    size = hla_hf.cache_nbytes(cache)
+    model.save_cache(cache, tmp_path / "read.safetensors")
+    for again in (model.load_cache(tmp_path / "read.safetensors"), cache):
+        again.reorder_cache(torch.tensor([1, 0]))
+        swapped, swapped_mask = ids.flip(0), mask.flip(0)
+        for i in range(30, 60):
+            place = positions(swapped_mask)[:, i : i + 1]
+            step = {"attention_mask": swapped_mask[:, : i + 1], "position_ids": place, CACHE: again}
+            out = model(swapped[:, i : i + 1], **step).logits
+            assert (out[:, 0] - expected.flip(0)[:, i]).abs().max() < 1e-9
+        assert hla_hf.cache_nbytes(again) == size
+    static = StaticCache(config=model.config, max_cache_len=60)
+    for _ in range(2):
+        logits = [
+            model(ids[1:, start:end], **{CACHE: static}).logits
+            for start, end in ((0, 30), *((i, i + 1) for i in range(30, 60)))
+        ]
+        assert (torch.cat(logits, 1) - expected[1:]).abs().max() < 1e-9
+        static.reset()
+
+
+@pytest.mark.parametrize("kind", ["attention", "recall"])
+@torch.no_grad()
+def test_crop_of_steps_in_which_tokens_entered_and_left_slots(kind):
+    model, ids = slots_model(hla_slot_score=kind), tokens(1, 70)
+    expected = model(ids).logits
+    cache = hla_hf.new_cache(model.config)
+    cache.activate_past_recording()
+    stepwise_logits(model, ids, (9,), cache=cache)
+    for place in range(9, 60, 3):
+        draft = torch.cat([ids[:, place : place + 3], tokens(1, 4, seed=place)], 1)
+        out = model(draft, **{CACHE: cache}).logits
+        assert (out[:, :3] - expected[:, place : place + 3]).abs().max() < 1e-9
+        cache.crop(-4)
+
+
+@torch.no_grad()
+def test_packed_rows_of_a_model():
+    model, ids = slots_model(hla_slot_score="recall"), tokens(1, 60)
+    places = torch.cat([torch.arange(25), torch.arange(35)])[None]
+    out = model(ids, position_ids=places, use_cache=False).logits
+    for part in (slice(0, 25), slice(25, 60)):
+        assert (out[:, part] - model(ids[:, part]).logits).abs().max() < 1e-9
+
+
+def test_training_step_reaches_every_parameter():
+    model, ids = slots_model(), tokens(2, 60)
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hla_slots": -1}, "hla_slots must be a number of at least 0, or one for each of the 2 HLA layers, got -1"),
+        ({"hla_slots": [1, 2, 3]}, r"one for each of the 2 HLA layers, got \[1, 2, 3\]"),
+        ({"hla_slots": [1, -2]}, r"at least 0.*got \[1, -2\]"),
+        ({"hla_window": 0}, r"hla_slots=\[6, 3\] needs a window that tokens leave, got hla_window=0"),
+        ({"hla_slot_score": "best"}, "hla_slot_score='best' is unknown; it must be one of"),
+    ],
+)
+def test_bad_config(settings, message):
+    with pytest.raises(ValueError, match=message):
+        slots_model(**settings)
