@@ -87,8 +87,9 @@ class HLAConfigMixin:
             How many of the tokens that have left the window each key-value head still attends to by softmax, those
             with the highest scores: one number, or one per HLA layer.
         hla_slot_score (`str`, defaults to `"attention"`):
-            `attention`, what a token received from the queries that had it in their window, or `recall`, how badly a
-            first-order state of all tokens so far gives its value back.
+            `attention`, what a token received from the queries that had it in their window; `recall`, how badly a
+            first-order state of all tokens so far gives its value back; or `learned`, a small network per key-value
+            head of k before its rotation and v, into which the loss of a language model sends no gradient.
         hla_code_version (`int`):
             What the other fields mean; code refuses a newer one than its own.
     """
@@ -140,7 +141,7 @@ class HLAConfigMixin:
             ("hla_feature_map", FEATURE_MAPS),
             ("hla_normalizer", NORMALIZERS),
             ("hla_accumulator", ACCUMULATORS),
-            ("hla_slot_score", SLOT_SCORES),
+            ("hla_slot_score", (*SLOT_SCORES, "learned")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; it must be one of {allowed}")

@@ -317,7 +317,7 @@ def test_no_slots_is_the_model_without_the_field():
     assert [layer.state.slot_place.shape[2] for layer in cache_of(with_slots).layers] == [6, 3]
 
 
-@pytest.mark.parametrize("kind", ["attention", "recall"])
+@pytest.mark.parametrize("kind", ["attention", "recall", "learned"])
 @torch.no_grad()
 def test_model_decodes_as_it_reads(kind, tmp_path):
     """Padded rows; in pieces and token by token; reordered rows; a saved cache; a static one."""
@@ -349,7 +349,7 @@ def test_model_decodes_as_it_reads(kind, tmp_path):
         static.reset()
 
 
-@pytest.mark.parametrize("kind", ["attention", "recall"])
+@pytest.mark.parametrize("kind", ["attention", "recall", "learned"])
 @torch.no_grad()
 def test_crop_of_steps_in_which_tokens_entered_and_left_slots(kind):
     model, ids = slots_model(hla_slot_score=kind), tokens(1, 70)
@@ -377,6 +377,27 @@ def test_training_step_reaches_every_parameter():
     model, ids = slots_model(), tokens(2, 60)
     model(ids, labels=ids).loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_learned_scores():
+    """They decide what is kept, are trained by what is made of `slot_scores`, and exist where there are slots only."""
+    model, ids = slots_model(hla_slots=[0, 3], hla_slot_score="learned"), tokens(2, 60)
+    first, second = (layer.self_attn.hla for layer in model.model.layers)
+    assert not any(name.startswith("score") for name, _ in first.named_parameters())
+    before = model(ids).logits
+    with torch.no_grad():
+        second.score_out.neg_()
+    assert (model(ids).logits - before).abs().max() > 1e-3
+    k, v = torch.randn(2, 2, 2, 9, 8).double()
+    expected = [
+        torch.nn.functional.gelu(torch.cat([k, v], -1)[:, j] @ second.score_in[j] + second.score_bias[j])
+        for j in (0, 1)
+    ]
+    expected = torch.stack([x @ second.score_out[j] for j, x in enumerate(expected)], 1)
+    scores = second.slot_scores(k, v)
+    assert_close(scores, expected)
+    scores.square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for n, p in second.named_parameters() if n.startswith("score"))
 
 
 @pytest.mark.parametrize(
