@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .ops_hla import FEATURE_MAPS, OPERATORS
+from .slots_hla import SLOT_SCORES
 
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ ARCHITECTURES = (
     "mixtral",  # mixture of experts: only its attention changes
     "qwen3_moe",  # mixture of experts
 )
-# Raised whenever what a config computes changes. Version 1 is also that of configs from before there was the field.
-CODE_VERSION = 1
+# Raised whenever a config may mean what older code would not compute: 2 has slots. 1 is also that of configs from before
+# there was the field.
+CODE_VERSION = 2
 # The classes that each architecture has in Transformers, as far as it has them, become HLA classes.
 _CLASS_NAMES = {
     "AutoConfig": CONFIG_MAPPING_NAMES,
@@ -105,6 +107,13 @@ class HLAConfigMixin:
             output and b learned per head from 0.
         hla_num_sinks (`int`, defaults to 4):
             The first tokens that a token attends to by softmax, if there is a window.
+        hla_slots (`int` or `list[int]`, defaults to 0):
+            How many of the tokens that have left the window each key-value head still attends to by softmax, those
+            with the highest scores: one number, or one per HLA layer.
+        hla_slot_score (`str`, defaults to `"attention"`):
+            `attention`, what a token received from the queries that had it in their window; `recall`, how badly a
+            first-order state of all tokens so far gives its value back; or `learned`, a small network per key-value
+            head of k before its rotation and v, into which the loss of a language model sends no gradient.
         hla_code_version (`int`):
             What the other fields mean; code refuses a newer one than its own.
     """
@@ -119,6 +128,8 @@ class HLAConfigMixin:
     hla_layers: list[int] | None = None
     hla_window: int = 64
     hla_num_sinks: int = 4
+    hla_slots: int | list[int] = 0
+    hla_slot_score: str = "attention"
     hla_code_version: int = CODE_VERSION
 
     def __post_init__(self, **kwargs):
@@ -152,6 +163,7 @@ class HLAConfigMixin:
             ("hla_feature_map", FEATURE_MAPS),
             ("hla_normalizer", NORMALIZERS),
             ("hla_accumulator", ACCUMULATORS),
+            ("hla_slot_score", (*SLOT_SCORES, "learned")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; it must be one of {allowed}")
@@ -174,6 +186,14 @@ class HLAConfigMixin:
         layers, count = self.hla_layer_ids, self.num_hidden_layers
         if len(set(layers)) < len(layers) or any(not 0 <= i < count for i in layers):
             raise ValueError(f"hla_layers must be distinct and in 0..{count - 1}, got {layers}")
+        slots = self.hla_slots
+        if (isinstance(slots, list) and len(slots) != len(layers)) or any(x < 0 for x in self.hla_slots_of_layers):
+            raise ValueError(
+                f"hla_slots must be a number of at least 0, or one for each of the {len(layers)} HLA layers, "
+                f"got {slots}"
+            )
+        if self.hla_window == 0 and any(self.hla_slots_of_layers):
+            raise ValueError(f"hla_slots={slots} needs a window that tokens leave, got hla_window=0")
 
     @property
     def hla_layer_ids(self) -> list[int]:
@@ -182,6 +202,11 @@ class HLAConfigMixin:
             return self.hla_layers
         types = getattr(self, "layer_types", None) or ["full_attention"] * self.num_hidden_layers
         return [i for i, kind in enumerate(types) if kind == "full_attention"]
+
+    @property
+    def hla_slots_of_layers(self) -> list[int]:
+        """One for each of `hla_layer_ids`."""
+        return self.hla_slots if isinstance(self.hla_slots, list) else [self.hla_slots] * len(self.hla_layer_ids)
 
     def to_diff_dict(self) -> dict:
         # A later version's defaults must not change what a saved model computes, so every field is written.

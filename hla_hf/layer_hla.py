@@ -37,6 +37,7 @@ from .window_hla import (
 )
 
 
+SCORE_UNITS = 64  # of the network behind learned scores
 _OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
 # The registry is one per process: each copy of this file, such as a checkpoint's own, has a name of its own there.
 ATTENTION = "hla" if __name__.startswith("hla_hf.") else f"hla_{zlib.crc32(__name__.encode()):08x}"
@@ -58,21 +59,24 @@ class LayerSettings:
     head_dim: int
     scale: float
     window: WindowSettings | None
+    learns_scores: bool
 
     @classmethod
     def of(cls, config: PreTrainedConfig, attention: nn.Module) -> "LayerSettings":
         operator, accumulator = config.hla_operator, config.hla_accumulator
         ridge, window = config.hla_ridge + (accumulator == "key"), None
         if config.hla_window > 0:
+            slots = config.hla_slots_of_layers[config.hla_layer_ids.index(attention.layer_idx)]
             signed = config.hla_feature_map == "identity" or operator in ("hla2", "hla3")
             window = WindowSettings(
                 config.hla_window, config.hla_num_sinks, operator, attention.scaling,
                 getattr(attention, "attn_logit_softcapping", None), ridge, config.hla_chunk_size, signed,
+                slots, "attention" if config.hla_slot_score == "learned" else config.hla_slot_score,
             )  # fmt: skip
         return cls(
             operator, config.hla_feature_map, config.hla_normalizer, config.hla_decay, accumulator, ridge,
             config.hla_chunk_size, config.num_attention_heads, config.num_key_value_heads, attention.head_dim,
-            attention.scaling, window,
+            attention.scaling, window, window is not None and window.slots > 0 and config.hla_slot_score == "learned",
         )  # fmt: skip
 
     @property
@@ -86,6 +90,9 @@ class LayerSettings:
             shapes["gate"] = (heads,)  # log g: the weight of what lies beyond the window
             if self.operator in ("ahla", "hla3"):
                 shapes["value_mix"] = (heads,)
+        if self.learns_scores:
+            shapes |= {"score_in": (kv_heads, 2 * dim, SCORE_UNITS), "score_bias": (kv_heads, SCORE_UNITS)}
+            shapes["score_out"] = (kv_heads, SCORE_UNITS)
         if self.operator in ("hla2", "hla3") and self.accumulator == "key":
             shapes["key_mix"] = (kv_heads,)
         if self.decay == "learned":
@@ -118,6 +125,8 @@ class HLALayer(nn.Module):
             elif name == "gate":
                 # Measured on SmolLM2-135M: untrained maps in a pretrained model disturb it least near e^-1.
                 init.constant_(parameter, -1.0)
+            elif name in ("score_in", "score_out"):
+                init.normal_(parameter, std=parameter.shape[1] ** -0.5)
             else:
                 init.zeros_(parameter)
 
@@ -136,12 +145,28 @@ class HLALayer(nn.Module):
             self._of_steps = None
             return windowed_attention(
                 tokens.q, tokens.k, tokens.v, self._far_parameters(), window, far_q=tokens.far_q, far_k=tokens.far_k,
-                attention_mask=tokens.mask, segment_ids=tokens.segment_ids, initial_state=state, return_state=True,
+                attention_mask=tokens.mask, segment_ids=tokens.segment_ids, slot_scores=self._scores(tokens),
+                initial_state=state, return_state=True,
             )  # fmt: skip
         if not in_place:
             state = state.map(Tensor.clone)
         places: StepPlaces = remembered(memo, window, None, lambda: step_places(state, tokens.mask, window))
-        return decode_step(Tokens(*tokens[:5]), state, self._step_parameters(), window, places), state
+        parameters, scores = self._step_parameters(), self._scores(tokens)
+        return decode_step(Tokens(*tokens[:5]), state, parameters, window, places, scores), state
+
+    def slot_scores(self, k: Tensor, v: Tensor) -> Tensor:
+        """The learned scores `[B, Hkv, T]` of tokens, k before its rotation and v `[B, Hkv, T, d]`; for training them,
+        with gradients."""
+        own = self._own()
+        weight = own["score_in"]
+        hidden = nn.functional.gelu(torch.cat([k, v], -1).to(weight.dtype) @ weight + own["score_bias"][:, None])
+        return (hidden @ own["score_out"][..., None])[..., 0]
+
+    def _scores(self, tokens: LayerTokens) -> Tensor | None:
+        if not self.settings.learns_scores:
+            return None
+        with torch.no_grad():  # rounded, as the same token twice must not be told apart by how its k was computed
+            return self.slot_scores(tokens.far_k, tokens.v).bfloat16()
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_of_steps": None}

@@ -13,7 +13,8 @@ attention gives to those grows much more slowly than a sum over them. It is thre
     join            both under one normaliser
 
 `windowed_attention` takes a sequence in blocks, `decode_step` one token. Between calls a head remembers its sinks, its
-window as a ring and one state per pass: `LayerState`.
+window as a ring and one state per pass: `LayerState`. With exact slots (`slots_hla`) those of the tokens that have left
+the window are near too, and what the passes take are the tokens that are in neither.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ from .ops_hla import (
     split,
     unfold,
 )
+from .slots_hla import SLOT_SCORES, Choice, Exchange, Slots, choose, compete, recall_error, received, take
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class WindowSettings:
         ridge: lambda in u, for `hla2` and `hla3`.
         chunk_size: tokens per chunk.
         signed: whether a mass may be negative. If not, it is at least 1 and nothing needs to keep it away from 0.
+        slots: how many tokens that have left the window a key-value head still sees by softmax, those with the highest
+            scores.
+        slot_score: `attention`, what a token received from the queries that saw it in their window, by a softmax over
+            window and sinks, all heads of the group together; or `recall`, the squared error of what a first-order
+            state of all tokens from its document's first on gives back for its key.
     """
 
     window: int
@@ -70,10 +77,17 @@ class WindowSettings:
     ridge: float = 0.0
     chunk_size: int = 64
     signed: bool = True
+    slots: int = 0
+    slot_score: str = "attention"
 
     def __post_init__(self):
         check(self.window >= 1, f"window must be at least 1, got {self.window}")
         check(self.num_sinks >= 0, f"num_sinks must be at least 0, got {self.num_sinks}")
+        check(self.slots >= 0, f"slots must be at least 0, got {self.slots}")
+        check(
+            self.slot_score in SLOT_SCORES,
+            f"slot_score {self.slot_score!r} is unknown; it must be one of {SLOT_SCORES}",
+        )
         check(self.operator in OPERATORS, f"operator {self.operator!r} is unknown; it must be one of {OPERATORS}")
 
     @property
@@ -125,7 +139,9 @@ class LayerState(NamedTuple):
     seen: real tokens of the current document, `[B]`. u, r, out: the fp32 states of the passes that make keys, make
     values and answer. With a window of W tokens and S sinks, in the dtype of the inputs: k, v `[B, Hkv, S + W, .]`,
     token number p at slot p if it is a sink, else at S + (p - S) mod W; far_k `[B, Hkv, W, .]`, far_q `[B, H, W, .]`
-    and past_r `[B, H, W, dv]` (fp32) at slot (p - S) mod W. None is what the operator does not need.
+    and past_r `[B, H, W, dv]` (fp32) at slot (p - S) mod W. With M exact slots these have M more places, filled in
+    order, and so has score `[B, Hkv, W + M, 1]` (fp32); slot_place `[B, Hkv, M, 1]` are the numbers of the tokens in
+    them, counted from 1, and recall is the fp32 state behind that score. None is what the operator does not need.
     """
 
     seen: Tensor
@@ -137,6 +153,9 @@ class LayerState(NamedTuple):
     far_k: Tensor | None = None
     far_q: Tensor | None = None
     past_r: Tensor | None = None
+    score: Tensor | None = None
+    slot_place: Tensor | None = None
+    recall: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LayerState":
         return LayerState(*(x if x is None else function(x) for x in self))
@@ -145,27 +164,35 @@ class LayerState(NamedTuple):
 # ---- near, and the join ----------------------------------------
 
 
-def local_softmax(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Sequence[Tensor] | None, place: Tensor, settings: WindowSettings
+def near_scores(
+    q: Tensor, k: Tensor, sinks: Tensor | None, place: Tensor, settings: WindowSettings
 ) -> tuple[Tensor, Tensor]:
-    """Softmax of each token over its window and its document's sinks, for N chunks of C tokens.
+    """Scores of each token over its document's sinks and its window, for N chunks of C tokens, and which it sees.
 
-    q `[N, H, C, d]`; k, v `[N, Hkv, W + C, .]`, the chunk after the W tokens before it; sinks k, v `[N, Hkv, S, .]` or
-    None; place `[N, C]`, each token's number in its document. Returns out `[N, H, C, dv]` and the weight of the largest
-    score, 1 / sum exp(s - m), `[N, H, C, 1]`.
+    q `[N, H, C, d]`, scaled; k `[N, Hkv, W + C, d]`, the chunk after the W tokens before it; sinks `[N, Hkv, S, d]` or
+    None; place `[N, C]`, each token's number in its document. Returns `[N, Hkv, group, C, S + W + C]` and
+    `[N, C, S + W + C]`.
     """
-    window, (rows, heads, size, _) = settings.window, q.shape
-    kv_heads, place = k.shape[1], place[..., None]
+    window, size, place = settings.window, q.shape[2], place[..., None]
     distance = torch.arange(size, device=q.device)[:, None] + window - torch.arange(window + size, device=q.device)
     visible = (distance >= 0) & (distance < window) & (distance <= place)
     if sinks is not None:  # those that have left the window
-        visible = torch.cat([torch.arange(sinks[0].shape[2], device=q.device) <= place - window, visible], -1)
-        k, v = (torch.cat(pair, 2) for pair in zip(sinks, (k, v), strict=True))
-    scores = (q.reshape(rows, kv_heads, -1, q.shape[-1]) @ k.mT).unflatten(2, (-1, size))
-    if settings.softcap is not None:
-        scores = settings.softcap * (scores / settings.softcap).tanh()
-    weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-    out = (weights.flatten(2, 3) @ v).view(rows, heads, size, -1)
+        visible = torch.cat([torch.arange(sinks.shape[2], device=q.device) <= place - window, visible], -1)
+        k = torch.cat([sinks, k], 2)
+    return _scores(q, k, settings), visible
+
+
+def _scores(q: Tensor, k: Tensor, settings: WindowSettings) -> Tensor:
+    """`[N, Hkv, group, C, columns]`"""
+    scores = (q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.mT).unflatten(2, (-1, q.shape[2]))
+    return scores if settings.softcap is None else settings.softcap * (scores / settings.softcap).tanh()
+
+
+def local_softmax(scores: Tensor, visible: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Out `[N, H, C, dv]` and the weight of the largest score, 1 / sum exp(s - m), `[N, H, C, 1]`, for scores
+    `[N, Hkv, group, C, columns]`, what is visible `[N, 1 or Hkv, C, columns]` and v `[N, Hkv, columns, dv]`."""
+    weights = scores.masked_fill(~visible[:, :, None], -torch.inf).softmax(-1)
+    out = (weights.flatten(2, 3) @ v).unflatten(2, (-1, scores.shape[3])).flatten(1, 2)
     return out, weights.amax(-1).flatten(1, 2)[..., None]
 
 
@@ -191,27 +218,33 @@ class _Layout(NamedTuple):
 
 
 class _Past(NamedTuple):
-    """What one block hands to the next: the window in order, `[B, ., W, .]`, and the states of the passes."""
+    """What one block hands to the next: the window in order, `[B, ., W, .]`, the states of the passes, the slots."""
 
     k: Tensor
     v: Tensor
     far_k: Tensor
     far_q: Tensor | None
     r: Tensor | None
+    score: Tensor | None
     states: Sequence[Tensor | None]
+    slots: Slots | None
+    recall: Tensor | None
 
 
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, parameters: FarParameters, settings: WindowSettings, *,
     far_q: Tensor | None = None, far_k: Tensor | None = None, attention_mask: Tensor | None = None,
-    segment_ids: Tensor | None = None, initial_state: LayerState | None = None, return_state: bool = False,
+    segment_ids: Tensor | None = None, slot_scores: Tensor | None = None, initial_state: LayerState | None = None,
+    return_state: bool = False,
 ) -> Tensor | tuple[Tensor, LayerState]:  # fmt: skip
-    """Softmax over the last `window` and the first `num_sinks` real tokens, HLA over all others, one normaliser.
+    """Softmax over the last `window` and the first `num_sinks` real tokens and the exact slots, HLA over all others,
+    one normaliser.
 
     Args:
         q, k, v: `[B, H, T, d]`, `[B, Hkv, T, d]`, `[B, Hkv, T, dv]`, as softmax attention takes them.
         far_q, far_k: what the feature maps take instead of q and k, such as q and k before their rotation.
-        attention_mask, segment_ids: as in the operators; a document has its own window and sinks.
+        attention_mask, segment_ids: as in the operators; a document has its own window, sinks and slots.
+        slot_scores: `[B, Hkv, T]`, scores in place of those of `settings.slot_score`; no gradient flows into them.
         initial_state, return_state: a `LayerState`.
     Returns: `[B, H, T, dv]`; the output of a padded token is 0.
     Raises: ValueError naming the argument, its value and what is allowed.
@@ -223,6 +256,10 @@ def windowed_attention(
         f"far_q and far_k must be shaped as q and k but for head_dim, got {tuple(tokens.far_q.shape)} and "
         f"{tuple(tokens.far_k.shape)} for {tuple(q.shape)} and {tuple(k.shape)}",
     )
+    check(
+        slot_scores is None or slot_scores.shape == k.shape[:3],
+        f"slot_scores must be [B, Hkv, T] = {tuple(k.shape[:3])}, got {getattr(slot_scores, 'shape', slot_scores)}",
+    )
     decays = as_decays(parameters.log_decay, len(settings.passes), q, k)
     state = _no_tokens(tokens, parameters, settings) if initial_state is None else initial_state
     order = None
@@ -230,11 +267,13 @@ def windowed_attention(
         # A stable sort moves each row's padding to its end, where a causal operator never sees it.
         order = attention_mask.bool().logical_not().long().argsort(dim=1, stable=True)
         tokens = Tokens(*(_gather(x, order) for x in tokens))
+        slot_scores = None if slot_scores is None else _gather(slot_scores[..., None], order)[..., 0]
     layout = _layout(order, attention_mask, segment_ids, state.seen, q.shape[2])
     if order is not None:
         decays = [x if x is None or x.shape[2] == 1 else _gather(x[..., None], order)[..., 0] for x in decays]
         decays = [x if x is None else x.masked_fill(~layout.real[:, None], 0) for x in decays]
     call = _Call(tokens, layout, decays, state, parameters, settings)
+    call.give_scores(slot_scores)
     out, past = run_blocks(call.step, call.blocks, _past(state, settings), recompute=q.shape[2] > 1)
     if order is not None:
         out = _gather(out, order.argsort(1)).masked_fill(attention_mask[:, None, :, None] == 0, 0)
@@ -250,16 +289,21 @@ def _no_tokens(tokens: Tokens, parameters: FarParameters, settings: WindowSettin
     def empty(x: Tensor, slots: int, **options) -> Tensor:
         return x.new_zeros(x.shape[0], x.shape[1], slots, x.shape[3], **options)
 
-    slots, dtype = settings.num_sinks + settings.window, compute_dtype(tokens.q)
+    window, slots, dtype = settings.window, settings.slots, compute_dtype(tokens.q)
     keeps_q = settings.has_u and parameters.accumulator_map is not None
     state = LayerState(
         tokens.q.new_zeros(tokens.q.shape[0], dtype=torch.long),
-        k=empty(tokens.k, slots), v=empty(tokens.v, slots), far_k=empty(tokens.far_k, settings.window),
-        far_q=empty(tokens.far_q, settings.window) if keeps_q else None,
+        k=empty(tokens.k, settings.num_sinks + window + slots), v=empty(tokens.v, settings.num_sinks + window + slots),
+        far_k=empty(tokens.far_k, window + slots), far_q=empty(tokens.far_q, window + slots) if keeps_q else None,
     )  # fmt: skip
     if settings.has_r:
         like = tokens.q[..., :1].expand(-1, -1, -1, tokens.v.shape[3])
-        state = state._replace(past_r=empty(like, settings.window, dtype=dtype))
+        state = state._replace(past_r=empty(like, window + slots, dtype=dtype))
+    if slots:
+        like = tokens.k[..., :1]
+        state = state._replace(
+            score=empty(like, window + slots, dtype=dtype), slot_place=empty(like, slots, dtype=torch.long)
+        )
     return state
 
 
@@ -283,8 +327,22 @@ def _past(state: LayerState, settings: WindowSettings) -> _Past:
     place = state.seen[:, None] - window + torch.arange(window, device=state.seen.device)
     ring = (place - sinks) % window
     slot = torch.where(place < sinks, place.clamp(min=0), sinks + ring)
-    far = (x if x is None else _gather(x, ring) for x in (state.far_k, state.far_q, state.past_r))
-    return _Past(_gather(state.k, slot), _gather(state.v, slot), *far, [getattr(state, x) for x in settings.passes])
+    far = (x if x is None else _gather(x, ring) for x in (state.far_k, state.far_q, state.past_r, state.score))
+    states = [getattr(state, x) for x in settings.passes]
+    slots = _slots(state, settings) if settings.slots else None
+    return _Past(_gather(state.k, slot), _gather(state.v, slot), *far, states, slots, state.recall)
+
+
+def _slots(state: LayerState, settings: WindowSettings) -> Slots:
+    """In order of age, as a sequence needs them."""
+    count, place = settings.slots, state.slot_place
+    full = (state.seen - settings.window - settings.num_sinks)[:, None, None, None]
+    empty = torch.arange(count, device=place.device)[:, None] >= full
+    order = place.masked_fill(empty, torch.iinfo(place.dtype).max).argsort(dim=2, stable=True)[..., 0]
+    kept = (state.k, state.v, state.far_k, state.far_q, state.past_r)
+    kept = (x if x is None else take(x[:, :, -count:], order) for x in kept)
+    score = state.score[:, :, -count:].masked_fill(empty, -torch.inf)
+    return Slots(*kept, take(score, order), take(place, order))
 
 
 class _Call:
@@ -328,13 +386,16 @@ class _Call:
         parts = [x.split([b.chunks for b in self.blocks], 1) for x in self._sinks(self.layout.start[:, first])]
         return [[x.flatten(0, 1) for x in pair] for pair in zip(*parts, strict=True)]
 
-    def _delay(self, past: Tensor, new: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`[B, ., W + n, .]`, slot i of which holds the token that leaves the window when the i-th new one comes, and
-        the last W of them, which are the next block's past."""
-        held, window = torch.cat([past, new], 2), self.settings.window
+    def give_scores(self, score: Tensor | None) -> None:
+        self.scores = split(score, self.blocks, 2)
+
+    def _last(self, held: Tensor, real: Tensor | None) -> Tensor:
+        """The next block's past: the last W of `[B, ., W + n, .]`, slot i of which holds the token that leaves the
+        window when the i-th new one comes."""
+        window = self.settings.window
         if real is None:
-            return held, held[:, :, -window:].clone()  # a view would keep all slots
-        return held, _gather(held, real.sum(1, keepdim=True) + torch.arange(window, device=new.device))
+            return held[:, :, -window:].clone()  # a view would keep all slots
+        return _gather(held, real.sum(1, keepdim=True) + torch.arange(window, device=held.device))
 
     def step(self, i: int, past: _Past) -> tuple[Tensor, _Past]:
         """Out `[B, H, n, dv]` of block i."""
@@ -342,49 +403,131 @@ class _Call:
         part = slice(block.start, block.start + block.length)
         place = self.layout.place[:, part]
         real = None if self.layout.real is None else self.layout.real[:, part]
-        far_tokens = place - (settings.window + settings.num_sinks - 1)  # n_t
+        far_tokens = place - (settings.window + settings.num_sinks + settings.slots - 1)  # n_t
         is_far = far_tokens > 0 if real is None else (far_tokens > 0) & real
         is_far, far_tokens = (x.reshape(-1, 1, block.chunk_size, 1) for x in (is_far, far_tokens))
 
-        (k, past_k), (v, past_v), (far_k, past_far_k) = (
-            self._delay(old, new, real) for old, new in zip(past[:3], (tokens.k, tokens.v, tokens.far_k), strict=True)
-        )
+        k, v, far_k = (torch.cat(pair, 2) for pair in zip(past[:3], (tokens.k, tokens.v, tokens.far_k), strict=True))
+        far_q, pasts = None, [self._last(x, real) for x in (k, v, far_k)]
+        (near, largest), choice, score, recall = self._near(i, past, k, v)
+
+        def entering(held: Tensor, slots: Tensor | None) -> Tensor:
+            """Of the tokens held, those that enter the states at each step."""
+            held = held[:, :, : block.length]
+            return held if choice is None else take(torch.cat([slots, held], 2), choice.absorbed)
+
+        old = past.slots or Slots(*[None] * 7)
         query = parameters.query_map(tokens.far_q).to(self.dtype)
-        key = parameters.key_map(far_k[:, :, : block.length]).to(self.dtype)
+        key = parameters.key_map(entering(far_k, old.far_k)).to(self.dtype)
         query, key = fold(query, block.chunks), fold(key, block.chunks).masked_fill(~is_far, 0)
         accumulator, past_far_q = key, past.far_q
         if past.far_q is not None:
-            far_q, past_far_q = self._delay(past.far_q, tokens.far_q, real)
-            accumulator = parameters.accumulator_map(far_q[:, :, : block.length]).to(self.dtype)
+            far_q = torch.cat([past.far_q, tokens.far_q], 2)
+            past_far_q = self._last(far_q, real)
+            accumulator = parameters.accumulator_map(entering(far_q, old.far_q)).to(self.dtype)
             accumulator = fold(accumulator, block.chunks).masked_fill(~is_far, 0)
-        value = fold(v[:, :, : block.length].to(self.dtype), block.chunks)
+        value = fold(entering(v, old.v).to(self.dtype), block.chunks)
 
         with no_autocast(tokens.q):
             attend = Passes(past.states, block_weights(self.decays[i], block, self.layout.runs), block.chunks)
-            near, largest = self._near(tokens.q, k, v, place, i)
             weight = self.gate * largest * far_tokens.clamp(min=1).to(self.dtype).rsqrt()
-            past_r = past.r
+            r, past_r = None, past.r
             if settings.has_r:
                 r = attend(int(settings.has_u), query, key, _with_mass(value, is_far))
-                r = join(near, r, weight, settings.signed)
-                r, past_r = self._delay(past.r, unfold(r, block.chunks), real)
-                value = _mix(value, fold(r[:, :, : block.length], block.chunks), parameters.value_mix)
+                r = torch.cat([past.r, unfold(join(near, r, weight, settings.signed), block.chunks)], 2)
+                past_r = self._last(r, real)
+                value = _mix(value, fold(entering(r, old.r), block.chunks), parameters.value_mix)
             if settings.has_u:
                 key = accumulate(attend, accumulator, key, parameters.coefficient, settings.ridge, normalize=True)
             out = attend(len(attend.states) - 1, query, key, _with_mass(value, is_far))
             out = join(near, out, weight, settings.signed)
+        slots = None
+        if choice is not None:
+            slots = self._slots_after(past.slots, choice, Slots(k, v, far_k, far_q, r, score, place))
+            score = self._last(score, real)
         out = unfold(out, block.chunks).to(v.dtype)
-        return out, _Past(past_k, past_v, past_far_k, past_far_q, past_r, attend.states)
+        return out, _Past(*pasts, past_far_q, past_r, score, attend.states, slots, recall)
 
-    def _near(self, q: Tensor, k: Tensor, v: Tensor, place: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        size, chunks = self.blocks[i].chunk_size, self.blocks[i].chunks
-        k, v = (
-            x.unfold(2, self.settings.window + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1).to(self.dtype)
+    def _near(
+        self, i: int, past: _Past, k: Tensor, v: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Choice | None, Tensor | None, Tensor | None]:
+        """`local_softmax` of block i, who is in the slots, and what follows for the scores of the tokens held and the
+        state behind them."""
+        block, settings = self.blocks[i], self.settings
+        size, chunks = block.chunk_size, block.chunks
+        place = self.layout.place[:, block.start : block.start + block.length].reshape(-1, size)
+        sinks = self.sinks[i] and [x.to(self.dtype) for x in self.sinks[i]]
+        near_k, near_v = (
+            x.unfold(2, settings.window + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1).to(self.dtype)
             for x in (k, v)
         )
-        sinks = self.sinks[i] and [x.to(self.dtype) for x in self.sinks[i]]
-        q = fold(q.to(self.dtype) * self.scale, chunks)
-        return local_softmax(q, k, v, sinks, place.reshape(-1, size), self.settings)
+        with no_autocast(k):
+            q = fold(self.tokens[i].q.to(self.dtype) * self.scale, chunks)
+            scores, visible = near_scores(q, near_k, sinks and sinks[0], place, settings)
+            near_v = torch.cat([sinks[1], near_v], 2) if sinks else near_v
+            if not settings.slots:
+                return local_softmax(scores, visible[:, None], near_v), None, None, None
+        score, recall = self._scores_held(i, past, scores, visible)
+        with no_autocast(k):
+            choice = self._choose(i, past.slots.score, score)
+            slot_k, slot_v = (
+                fold(take(torch.cat([old, x[:, :, : block.length]], 2), choice.start.flatten(2)), chunks)
+                for old, x in ((past.slots.k, k), (past.slots.v, v))
+            )
+            alive = choice.alive & (place >= settings.window + settings.num_sinks)[:, None, :, None]
+            in_slots, left = alive.split([settings.slots, size], -1)
+            visible = visible[:, None] | pad(left, (settings.num_sinks, settings.window))
+            scores = torch.cat([_scores(q, slot_k.to(self.dtype), settings), scores], -1)
+            visible, near_v = torch.cat([in_slots, visible], -1), torch.cat([slot_v.to(self.dtype), near_v], 2)
+            return local_softmax(scores, visible, near_v), choice, score, recall
+
+    def _scores_held(self, i: int, past: _Past, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scores of the tokens held, `[B, Hkv, W + n, 1]`, and the state behind `recall`."""
+        block, settings, recall = self.blocks[i], self.settings, past.recall
+        part = slice(block.start, block.start + block.length)
+        real = None if self.layout.real is None else self.layout.real[:, part]
+        if self.scores[i] is not None:
+            new = self.scores[i].detach().to(self.dtype)[..., None]
+        elif settings.slot_score == "recall":
+            stored = self.layout.place[:, part] >= settings.num_sinks
+            stored = (stored if real is None else stored & real).reshape(-1, 1, block.chunk_size, 1)
+            tokens, (weights,) = self.tokens[i], block_weights([None], block, self.layout.runs)
+            with torch.no_grad():
+                key = fold(self.parameters.key_map(tokens.far_k).to(self.dtype), block.chunks)
+                value = fold(tokens.v.to(self.dtype), block.chunks)
+                with no_autocast(key):
+                    key, value = key.masked_fill(~stored, 0), _with_mass(value, stored)
+                    new, recall = recall_error(key, value, weights, recall, block.chunks)
+            new = unfold(new, block.chunks)
+        else:
+            new = past.score.new_zeros(*past.score.shape[:2], block.length, 1)
+        held = torch.cat([past.score, new], 2)
+        if self.scores[i] is None and settings.slot_score == "attention":
+            real = None if real is None else real.reshape(-1, block.chunk_size)
+            held = held + received(scores.detach(), visible, real, settings.window, block.chunks)
+        return held, recall
+
+    def _choose(self, i: int, slot_score: Tensor, score: Tensor) -> Choice:
+        block, settings = self.blocks[i], self.settings
+        part = slice(block.start, block.start + block.length)
+        place = self.layout.place[:, part]
+        leaves = place >= settings.window + settings.num_sinks
+        leaves = leaves if self.layout.real is None else leaves & self.layout.real[:, part]
+        score = score[:, :, : block.length, 0].clamp(min=torch.finfo(score.dtype).min)
+        score = score.masked_fill(~leaves[:, None], -torch.inf)
+        kept = place[:, :: block.chunk_size] > settings.window + settings.num_sinks
+        return choose(torch.cat([slot_score[..., 0], score], -1), kept, settings.slots)
+
+    def _slots_after(self, old: Slots, choice: Choice, held: Slots) -> Slots:
+        """`held`: the tokens of the window and the block, as `Slots`, but for the place of the latter."""
+        kv_heads, length = held.k.shape[1], held.place.shape[1]
+        place = held.place[:, None, :, None].expand(-1, kv_heads, -1, -1) - (self.settings.window - 1)
+        kept = [
+            x if x is None else take(torch.cat([before, x[:, :, :length]], 2), choice.end)
+            for before, x in zip(old, held._replace(place=place), strict=True)
+        ]
+        kept = Slots(*kept)
+        return kept._replace(score=kept.score.masked_fill(choice.empty[..., None], -torch.inf))
 
     def state_after(self, past: _Past) -> LayerState:
         """The window put back into its ring."""
@@ -393,12 +536,20 @@ class _Call:
         seen = length - layout.start[:, -1]
         slots = torch.arange(window, device=seen.device)
         index = window - 1 - (seen[:, None] - 1 - sinks - slots) % window
-        k, v, *far = (x if x is None else _gather(x, index) for x in past[:5])
+        k, v, *far = (x if x is None else _gather(x, index) for x in past[:6])
         if sinks:
             firsts = self._sinks(layout.start[:, -1:])
             k, v = (torch.cat([x[:, 0], y], 2) for x, y in zip(firsts, (k, v), strict=True))
-        states = dict(zip(self.settings.passes, past.states, strict=True))
-        return LayerState(seen, k=k, v=v, far_k=far[0], far_q=far[1], past_r=far[2], **states)
+        states, window_state = dict(zip(self.settings.passes, past.states, strict=True)), [k, v, *far]
+        if past.slots is not None:
+            score = past.slots.score.clamp(min=torch.finfo(past.slots.score.dtype).min)
+            kept = [*past.slots[:5], score]
+            window_state = [
+                x if x is None else torch.cat([x, y.to(x.dtype)], 2) for x, y in zip(window_state, kept, strict=True)
+            ]
+            states |= {"slot_place": past.slots.place, "recall": past.recall}
+        names = ("k", "v", "far_k", "far_q", "past_r", "score")
+        return LayerState(seen, **dict(zip(names, window_state, strict=True)), **states)
 
 
 def _with_mass(value: Tensor, is_far: Tensor) -> Tensor:
@@ -418,8 +569,9 @@ class StepPlaces(NamedTuple):
     """Where the next token of each row goes: the same for all layers of a model that have the same window.
 
     slot, ring: of `LayerState`, `[B, 1, 1, 1]`; hidden: what is added to the scores, -inf where a slot is empty,
-    `[B * Hkv, 1, S + W]`; is_far: 1 if a token leaves the window, else 0, and far_weight: n_t^(-1/2), `[B, 1, 1, 1]`;
-    real: None, or `[B, 1, 1, 1]`, False at padding.
+    `[B * Hkv, 1, S + W + M]`; is_far: 1 if a token enters the states, else 0, and far_weight: n_t^(-1/2),
+    `[B, 1, 1, 1]`; left: how many tokens have left the window, `[B, 1, 1, 1]`; real: None, or `[B, 1, 1, 1]`, False at
+    padding.
     """
 
     slot: Tensor
@@ -428,6 +580,7 @@ class StepPlaces(NamedTuple):
     is_far: Tensor
     far_weight: Tensor
     one: Tensor
+    left: Tensor
     real: Tensor | None
 
 
@@ -436,17 +589,20 @@ def step_places(state: LayerState, mask: Tensor | None, settings: WindowSettings
     window, sinks, place = settings.window, settings.num_sinks, state.seen[:, None, None, None]
     dtype = compute_dtype(state.k)
     ring = (place - sinks) % window
+    left = place - (window + sinks - 1)
     empty = torch.arange(sinks + window, device=place.device) > place
+    if settings.slots:
+        empty = torch.cat([empty, torch.arange(settings.slots, device=place.device) >= left], -1)
     hidden = torch.zeros(empty.shape, dtype=dtype, device=place.device).masked_fill_(empty, -torch.inf)
-    far_tokens = place - (window + sinks - 1)
+    far_tokens = left - settings.slots
     is_far, real = far_tokens > 0, None
     if mask is not None:
         real = mask[:, :, None, None] != 0
         is_far = is_far & real
     return StepPlaces(
         torch.where(place < sinks, place, sinks + ring), ring,
-        hidden.expand(-1, state.k.shape[1], -1, -1).reshape(-1, 1, sinks + window),
-        is_far.to(dtype), far_tokens.clamp(min=1).to(dtype).rsqrt(), torch.ones_like(far_tokens, dtype=dtype), real,
+        hidden.expand(-1, state.k.shape[1], -1, -1).reshape(-1, 1, empty.shape[-1]),
+        is_far.to(dtype), far_tokens.clamp(min=1).to(dtype).rsqrt(), torch.ones_like(left, dtype=dtype), left, real,
     )  # fmt: skip
 
 
@@ -477,37 +633,65 @@ def _swap(slots: Tensor, index: Tensor, new: Tensor, real: Tensor | None) -> Ten
     return old
 
 
+def _new_score(tokens: Tokens, state: LayerState, parameters: FarParameters, settings: WindowSettings, real) -> Tensor:
+    """A token's score as it comes, `[B, Hkv, 1, 1]`; what it receives is added to it later."""
+    if settings.slot_score == "attention":
+        return torch.zeros_like(state.score[:, :, :1])
+    dtype = state.score.dtype
+    key = parameters.key_map(tokens.far_k).to(dtype)
+    stored = state.seen[:, None, None, None] >= settings.num_sinks
+    stored = stored if real is None else stored & real
+    value = pad(tokens.v.to(dtype), (0, 1), value=1.0) * stored
+    with no_autocast(key):
+        score, recall = recall_error(key, value, None, state.recall, 1)
+    state.recall.copy_(recall)
+    return score
+
+
 def decode_step(
-    tokens: Tokens, state: LayerState, parameters: FarParameters, settings: WindowSettings, places: StepPlaces
-) -> Tensor:
+    tokens: Tokens, state: LayerState, parameters: FarParameters, settings: WindowSettings, places: StepPlaces,
+    slot_scores: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`windowed_attention` of one token per row: out `[B, H, 1, dv]`. `state` is updated in place."""
     q, k, v, far_q, far_k = tokens
     batch, heads, dtype, real = q.shape[0], q.shape[1], places.is_far.dtype, places.real
     decays = as_decays(parameters.log_decay, len(settings.passes), q, k)
     if real is not None:
         decays = [x if x is None else x.masked_fill(~real[..., 0], 0) for x in decays]
-    value = _swap(state.v, places.slot, v, real).to(dtype)
-    _put(state.k, places.slot, k, real)
-    far_k = _swap(state.far_k, places.ring, far_k, real)
+    exchange = None
+    if settings.slots:
+        score = (
+            slot_scores[..., None] if slot_scores is not None else _new_score(tokens, state, parameters, settings, real)
+        )
+        exchange = _exchange(state, score.to(dtype), settings, places)
+    value = _leave(state.v, places.slot, v, real, exchange).to(dtype)
+    if exchange is None:
+        _put(state.k, places.slot, k, real)
+    else:
+        _leave(state.k, places.slot, k, real, exchange)
+    far_k = _leave(state.far_k, places.ring, far_k, real, exchange)
     if parameters.both_maps is None:
         query, key = parameters.query_map(far_q).to(dtype), parameters.key_map(far_k).to(dtype)
     else:
         query, key = parameters.both_maps(far_q, far_k)
     key = accumulator = key * places.is_far
     if state.far_q is not None:
-        far_q = _swap(state.far_q, places.ring, far_q, real)
+        far_q = _leave(state.far_q, places.ring, far_q, real, exchange)
         accumulator = parameters.accumulator_map(far_q).to(dtype) * places.is_far
     one = places.one.expand(-1, k.shape[1], -1, -1)
 
     with no_autocast(q):
         attend = _StepPasses([getattr(state, name) for name in settings.passes], decays)
-        near, largest = _step_softmax(q.to(dtype), state.k.to(dtype), state.v.to(dtype), places.hidden, settings)
+        scores = _step_scores(q.to(dtype), state.k.to(dtype), places.hidden, settings)
+        near, largest = _step_softmax(scores, state.v.to(dtype), heads)
+        if exchange is not None and slot_scores is None and settings.slot_score == "attention":
+            _receive(scores, state.score, real, settings)
         weight = of_heads(parameters.gate.to(dtype), heads) * largest * places.far_weight
         if settings.has_r:
             r = join(
                 near, attend(int(settings.has_u), query, key, torch.cat([value, one], -1)), weight, settings.signed
             )
-            r = _swap(state.past_r, places.ring, r, real)
+            r = _leave(state.past_r, places.ring, r, real, exchange)
             value, one = _mix(value, r, parameters.value_mix), places.one.expand(-1, heads, -1, -1)
         value = torch.cat([value, one], -1)
         if settings.has_u:
@@ -518,15 +702,42 @@ def decode_step(
     return (out if real is None else out * real).to(v.dtype)
 
 
-def _step_softmax(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, settings: WindowSettings) -> tuple[Tensor, Tensor]:
-    """`local_softmax` of one token per row over all slots."""
-    batch, heads, _, dim = q.shape
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
+def _leave(kept: Tensor, index: Tensor, new: Tensor, real: Tensor | None, exchange: Exchange | None) -> Tensor:
+    """The new token takes the place of the one that leaves the window; returns what is absorbed then."""
+    left = _swap(kept, index, new, real)
+    return left if exchange is None else exchange(kept, left)
+
+
+def _exchange(state: LayerState, score: Tensor, settings: WindowSettings, places: StepPlaces) -> Exchange:
+    """Who of the slots and the token that leaves is absorbed; the new token's score and the leaving one's place are
+    written."""
+    left, real = places.left, places.real
+    leaves = left > 0 if real is None else (left > 0) & real
+    token_score = _swap(state.score, places.ring, score, real)
+    exchange = compete(state.score[:, :, -settings.slots :], state.slot_place, token_score, left, leaves)
+    exchange(state.score, token_score)
+    exchange(state.slot_place, (left + settings.num_sinks).expand_as(exchange.slot))
+    return exchange
+
+
+def _step_scores(q: Tensor, k: Tensor, hidden: Tensor, settings: WindowSettings) -> Tensor:
+    """`[B * Hkv, group, columns]`, of one token per row over all places."""
+    dim, k = q.shape[-1], k.flatten(0, 1)
     scale = dim**-0.5 if settings.scale is None else settings.scale
     q = q.reshape(k.shape[0], -1, dim)
     if settings.softcap is None:
-        scores = torch.baddbmm(hidden, q, k.mT, alpha=scale)
-    else:
-        scores = settings.softcap * (scale / settings.softcap * (q @ k.mT)).tanh() + hidden
-    weights = scores.softmax(-1)
-    return (weights @ v).view(batch, heads, 1, -1), weights.amax(-1).view(batch, heads, 1, 1)
+        return torch.baddbmm(hidden, q, k.mT, alpha=scale)
+    return settings.softcap * (scale / settings.softcap * (q @ k.mT)).tanh() + hidden
+
+
+def _step_softmax(scores: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """`local_softmax` of one token per row."""
+    weights, batch = scores.softmax(-1), v.shape[0]
+    return (weights @ v.flatten(0, 1)).view(batch, heads, 1, -1), weights.amax(-1).view(batch, heads, 1, 1)
+
+
+def _receive(scores: Tensor, kept: Tensor, real: Tensor | None, settings: WindowSettings) -> None:
+    """Adds what the tokens of the window receive from one token's query to their scores."""
+    sinks, window = settings.num_sinks, settings.window
+    weights = scores[..., : sinks + window].softmax(-1)[..., sinks:].sum(1).view(*kept.shape[:2], window, 1)
+    kept[:, :, :window] += weights if real is None else weights * real

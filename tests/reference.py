@@ -110,3 +110,75 @@ def windowed(
         A = gate * (phi_q @ keys.T) * far * delayed(D[-1])
         return (P @ v + A @ values) / (P.sum(-1, keepdim=True) + A.sum(-1, keepdim=True))
     return attention(keys, values, D[-1])
+
+
+def with_slots(
+    name, q, k, v, phi_q, phi_k, score, *, window, sinks, slots, gate, scale,
+    decays=None, e=None, coefficient=1.0, ridge=0.0, value_mix=1.0,
+):  # fmt: skip
+    """One head, no padding, token by token: what leaves the window competes for a slot with its score `[T]`, the loser
+    is absorbed into the states."""
+    length, dim, dv = len(q), phi_k.shape[1], v.shape[1]
+    passes = {"linear": 1, "hla2": 2, "ahla": 2, "hla3": 3}[name]
+    decays = [torch.as_tensor(0.0 if x is None else x).double().expand(length).exp() for x in decays or [None] * passes]
+    states = {"u": torch.zeros(dim, dim + 1), "r": torch.zeros(dim, dv + 1), "out": torch.zeros(dim, dv + 1)}
+    states = {
+        n: x.double()
+        for n, x in states.items()
+        if n == "out" or n in {"hla2": "u", "ahla": "r", "hla3": "ur"}.get(name, "")
+    }
+    one, kept, absorbed, outs, rs = torch.ones(1).double(), [], 0, [], []
+    e = phi_k if e is None else e
+    for t in range(length):
+        lost = None
+        if t - window >= sinks:
+            kept.append(t - window)
+            if len(kept) > slots:
+                lost = min(kept, key=lambda j: (score[j].item(), -j))
+                kept.remove(lost)
+                absorbed += 1
+        near = sorted({*range(max(0, t - window + 1), t + 1), *range(min(sinks, t + 1)), *kept})
+        s = scale * k[near] @ q[t]
+        p = (s - s.max()).exp()
+        weight = gate * max(absorbed, 1) ** -0.5
+        states = {n: decay[t] * x for (n, x), decay in zip(states.items(), decays, strict=True)}
+
+        def read(state, weight=weight, p=p, near=near, t=t):
+            far = weight * phi_q[t] @ state
+            return (p @ v[near] + far[:-1]) / (p.sum() + far[-1])
+
+        if "r" in states:
+            if lost is not None:
+                states["r"] = states["r"] + torch.outer(phi_k[lost], torch.cat([v[lost], one]))
+            rs.append(read(states["r"]))
+        if lost is not None:
+            key, value = phi_k[lost], v[lost]
+            if "u" in states:
+                states["u"] = states["u"] + torch.outer(key, torch.cat([key, one]))
+                u = e[lost] @ states["u"]
+                key = coefficient * u[:-1] / u[-1].clamp(min=1e-6) + ridge * e[lost]
+            if "r" in states:
+                value = (1 - value_mix) * value + value_mix * rs[lost]
+            states["out"] = states["out"] + torch.outer(key, torch.cat([value, one]))
+        outs.append(read(states["out"]))
+    return torch.stack(outs)
+
+
+def received_attention(q, k, *, window, sinks, scale):
+    """The queries `[G, T, d]` of a group over one head's keys `[T, d]`: what each token gets while it is in the window,
+    by softmax over window and sinks."""
+    length = len(k)
+    t, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    window = (j <= t) & (j > t - window)
+    near = window | ((j <= t) & (j < sinks))
+    weights = (scale * q @ k.T).masked_fill(~near, -torch.inf).softmax(-1)
+    return (weights * window).sum((0, 1))
+
+
+def recall_error(phi_k, v, *, sinks):
+    """|v_j - sum_i (phi(k_j) . phi(k_i)) v_i / mass|^2 over S <= i <= j."""
+    errors = [torch.zeros(()).double()] * min(sinks, len(v))
+    for j in range(sinks, len(v)):
+        weights = phi_k[sinks : j + 1] @ phi_k[j]
+        errors.append(((v[j] - weights @ v[sinks : j + 1] / weights.sum()) ** 2).sum())
+    return torch.stack(errors)

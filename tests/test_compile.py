@@ -48,7 +48,7 @@ def test_training_step_compiles(mode):
         assert_close(parameter.grad, expected.get(name), msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
 
 
-@pytest.mark.parametrize("mode", ["windowed", "mixed", pytest.param("pure", marks=SLOW)])
+@pytest.mark.parametrize("mode", ["windowed", "slots", "mixed", pytest.param("pure", marks=SLOW)])
 @torch.no_grad()
 def test_decoding_step_compiles_once(mode):
     model, ids = tiny_model(**MODES[mode]), tokens(2, 40)
@@ -98,7 +98,7 @@ class Step(torch.nn.Module):
         return logits, [tuple(layer.state) for layer in layers]
 
 
-@pytest.mark.parametrize("mode", ["windowed", pytest.param("pure", marks=SLOW)])
+@pytest.mark.parametrize("mode", ["windowed", "slots", pytest.param("pure", marks=SLOW)])
 @torch.no_grad()
 def test_decoding_step_exports(mode, tmp_path):
     model, ids = tiny_model(**MODES[mode]), tokens(2, 40)

@@ -25,6 +25,8 @@ MODELS = [
     {"hla_window": 5, "hla_num_sinks": 0, "hla_operator": "hla2", "hla_accumulator": "key", "hla_decay": "learned"},
     {"hla_window": 14, "hla_num_sinks": 2, "hla_operator": "hla3"},
     {"hla_window": 0, "hla_operator": "linear", "hla_normalizer": "count"},
+    {"hla_window": 5, "hla_num_sinks": 2, "hla_operator": "ahla", "hla_slots": 6},
+    {"hla_window": 4, "hla_num_sinks": 1, "hla_operator": "hla3", "hla_slots": 3, "hla_slot_score": "recall"},
 ]
 
 

@@ -36,6 +36,7 @@ dist.destroy_process_group()
 def test_tensor_parallel(window, tmp_path):
     # In float64: a negative mix of keys takes the mass of this model below 0, where fp32 keeps three digits near it.
     settings = {"hla_operator": "hla3", "hla_accumulator": "key", "hla_decay": "learned", "hla_window": window}
+    settings["hla_slots"] = window and 6
     model = tiny_model(dtype=torch.float64, **settings)
     ids = tokens(2, 40)
     model.save_pretrained(tmp_path)

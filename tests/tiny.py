@@ -14,6 +14,7 @@ OPERATORS = ("linear", "ahla", "hla2", "hla3")
 MODES = {
     "pure": {"hla_window": 0},
     "windowed": {"hla_window": 8, "hla_num_sinks": 2},
+    "slots": {"hla_window": 8, "hla_num_sinks": 2, "hla_slots": 5},
     "mixed": {"hla_window": 8, "hla_num_sinks": 2, "hla_layers": [1]},
     "mixed, HLA first": {"hla_window": 0, "hla_layers": [0]},
 }
