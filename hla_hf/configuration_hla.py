@@ -56,8 +56,8 @@ ARCHITECTURES = (
     "mixtral",  # mixture of experts: only its attention changes
     "qwen3_moe",  # mixture of experts
 )
-# Raised whenever a config may mean what older code would not compute: 2 has slots. 1 is also that of configs from before
-# there was the field.
+# Raised whenever a config may mean what older code would not compute: 2 has slots. 1 is also that of configs from
+# before there was the field.
 CODE_VERSION = 2
 # The classes that each architecture has in Transformers, as far as it has them, become HLA classes.
 _CLASS_NAMES = {
