@@ -21,7 +21,7 @@ from tiny import cache_of, stepwise_logits, tiny_base, tiny_model, tokens
 from transformers import AutoModelForCausalLM
 
 import hla_hf
-from hla_hf.configuration_hla import ARCHITECTURES, available_architectures, base_class_names
+from hla_hf.configuration_hla import ARCHITECTURES, CODE_VERSION, available_architectures, base_class_names
 
 
 ROOT = Path(hla_hf.__file__).parent.parent
@@ -184,15 +184,15 @@ def edit(path, old, new):
     path.write_text(text.replace(old, new))
 
 
-def saved_copy(source, folder, code_version=1, version_known=1, negated=False):
+def saved_copy(source, folder, code_version=CODE_VERSION, version_known=CODE_VERSION, negated=False):
     """A saved directory whose config and code are of other versions; `negated` code computes -out in each layer."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text()) | {"hla_code_version": code_version}
     if code_version is None:
         del config["hla_code_version"]
     (folder / "config.json").write_text(json.dumps(config))
-    if version_known != 1:
-        edit(folder / "configuration_hla.py", "CODE_VERSION = 1", f"CODE_VERSION = {version_known}")
+    if version_known != CODE_VERSION:
+        edit(folder / "configuration_hla.py", f"CODE_VERSION = {CODE_VERSION}", f"CODE_VERSION = {version_known}")
     if negated:
         edit(folder / "layer_hla.py", "return module.hla(tokens)[0].", "return -module.hla(tokens)[0].")
     return folder
@@ -205,7 +205,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 root = Path(sys.argv[1])
 expected = torch.load(root / "expected.pt")
-ids = expected["ids"]
+ids, known = expected["ids"], expected["version"]
 greedy = {"max_new_tokens": 6, "do_sample": False}
 
 
@@ -222,7 +222,8 @@ def refused(name):
     try:
         load(name)
     except ValueError as error:
-        assert "hla_code_version must be 1 to 1 for this code, got 2: for a newer model upgrade" in str(error), error
+        text = f"hla_code_version must be 1 to {known} for this code, got {known + 1}: for a newer model upgrade"
+        assert text in str(error), error
         return True
 
 
@@ -236,7 +237,8 @@ assert torch.equal(logits(load("negated")), expected["negated"])
 assert torch.equal(logits(load("newer")), expected["negated"])
 assert torch.equal(logits(load("versionless")), expected["logits"]) and refused("from the future")
 config = AutoConfig.from_pretrained(root / "versionless, newer code" / "model", trust_remote_code=True)
-assert config.hla_code_version == config.to_dict()["hla_code_version"] == 1 and type(config)().hla_code_version == 2
+assert config.hla_code_version == config.to_dict()["hla_code_version"] == 1
+assert type(config)().hla_code_version == known + 1
 assert torch.equal(logits(load("first")), expected["logits"]) and torch.equal(logits(model), expected["logits"])
 
 # What has decoded is still copied, saved and sent.
@@ -289,15 +291,21 @@ def test_directories_with_code_of_their_own_and_the_package_in_one_process(tmp_p
     source = tmp_path / "first" / "model"
     model.save_pretrained(source)
     assert sorted(x.stem for x in source.glob("*.py")) == sorted(FILES)
-    assert json.loads((source / "config.json").read_text())["hla_code_version"] == 1
+    assert json.loads((source / "config.json").read_text())["hla_code_version"] == CODE_VERSION
     saved_copy(source, tmp_path / "negated" / "model", negated=True)
-    saved_copy(source, tmp_path / "newer" / "model", 2, 2, negated=True)
-    saved_copy(source, tmp_path / "from the future" / "model", 2)
+    newer = CODE_VERSION + 1
+    saved_copy(source, tmp_path / "newer" / "model", newer, newer, negated=True)
+    saved_copy(source, tmp_path / "from the future" / "model", newer)
     saved_copy(source, tmp_path / "versionless" / "model", None)
-    saved_copy(source, tmp_path / "versionless, newer code" / "model", None, 2)
+    saved_copy(source, tmp_path / "versionless, newer code" / "model", None, newer)
     with torch.no_grad():
         out = model(ids, use_cache=True)
-        expected = {"ids": ids, "generated": model.generate(ids, **GREEDY), "logits": model(ids).logits}
+        expected = {
+            "ids": ids,
+            "version": CODE_VERSION,
+            "generated": model.generate(ids, **GREEDY),
+            "logits": model(ids).logits,
+        }
         expected["nbytes"] = hla_hf.cache_nbytes(cache_of(out))
         with hla_hf.softmax_attention(model):
             expected["softmax"] = model(ids).logits
