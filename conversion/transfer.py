@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from hla_hf import softmax_attention
 from hla_hf.cache_hla import LayerTokens
 from hla_hf.layer_hla import base_functions, hla_attentions, unrotated
+from hla_hf.ops_hla import repeat_heads
 
 
 def hla_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -54,10 +55,31 @@ def visit_attention(
         model.base_model(input_ids, use_cache=False)
 
 
+def score_error(attention: nn.Module, tokens: LayerTokens) -> Tensor:
+    """How far the learned scores of slots are from the log of the largest weight that softmax attention gives a token
+    from beyond the window, within its group of heads: squared, weighted by that weight, as few tokens matter.
+
+    0 if none of the tokens leaves the window.
+    """
+    window = attention.hla.settings.window
+    index = torch.arange(tokens.length, device=tokens.q.device)
+    with torch.no_grad():
+        scores = window.scale * tokens.q.float() @ repeat_heads(tokens.k, tokens.q.shape[1]).float().mT
+        if window.softcap is not None:
+            scores = window.softcap * (scores / window.softcap).tanh()
+        weights = scores.masked_fill(index > index[:, None], -torch.inf).softmax(-1)
+        beyond = (index[:, None] - index >= window.window) & (index >= window.num_sinks)
+        largest = weights.masked_fill(~beyond, 0).amax(2).unflatten(1, (tokens.k.shape[1], -1)).amax(2) + 1e-4
+        weight = largest * beyond.any(0)
+    error = attention.hla.slot_scores(tokens.far_k, tokens.v).float() - largest.log()
+    return (weight * error.square()).sum() / weight.sum().clamp(min=1e-4)
+
+
 def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = False) -> Tensor:
     """The normalised error of every HLA layer on one batch `[B, T]` without padding, from one pass of the base model.
 
-    With `backward`, its gradient is added to the HLA parameters that require one.
+    With `backward`, its gradient is added to the HLA parameters that require one, and that of `score_error` to those of
+    learned scores.
     """
     losses = {}
 
@@ -65,8 +87,9 @@ def layer_losses(model: PreTrainedModel, input_ids: Tensor, backward: bool = Fal
         with torch.set_grad_enabled(backward):
             out, _ = module.hla(tokens)
             loss = normalized_error(*(module.o_proj(x.transpose(1, 2).flatten(2)) for x in (out, target)))
+            total = loss + score_error(module, tokens) if module.hla.settings.learns_scores else loss
         if backward:
-            loss.backward(inputs=[p for p in module.hla.parameters() if p.requires_grad])
+            total.backward(inputs=[p for p in module.hla.parameters() if p.requires_grad])
         losses[module.layer_idx] = loss.detach()
 
     visit_attention(model, input_ids, visit)

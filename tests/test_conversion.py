@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
+import math
 import os
 import shlex
 import shutil
@@ -25,9 +27,10 @@ from conversion import convert as command
 from conversion import transfer
 from conversion.evaluate import agreement_with_base, perplexity
 from conversion.text import read_tokens, sample_tokens
-from conversion.transfer import hla_parameters, layer_losses, transfer_attention
+from conversion.transfer import hla_parameters, layer_losses, score_error, transfer_attention, visit_attention
 from hla_hf import ARCHITECTURES, softmax_attention, to_hla
 from hla_hf.configuration_hla import HLAConfigMixin, base_class_names, config_class
+from hla_hf.layer_hla import hla_attentions
 
 
 TEXT = "Linear attention keeps a state of fixed size. Softmax attention keeps every key and value. " * 40
@@ -233,6 +236,37 @@ def test_transfer_trains_the_new_parameters_only_and_lowers_every_layers_error(b
     weights = model.state_dict()
     assert all(torch.equal(weights[name], p) for name, p in frozen.items())
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_transfer_trains_the_scores_of_slots(base):
+    """Towards the log of the largest attention from beyond the window, found here by loops."""
+    settings = {"hla_window": 4, "hla_num_sinks": 1, "hla_slots": 3, "hla_slot_score": "learned"}
+    model = to_hla(AutoModelForCausalLM.from_pretrained(base).eval(), **settings)
+    for name, p in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            p.data *= 12
+    seen, errors = {}, {}
+
+    def visit(attention, tokens, out):
+        seen[attention.layer_idx], errors[attention.layer_idx] = tokens, score_error(attention, tokens)
+
+    rows = torch.randint(0, 300, (4, 24), generator=torch.Generator().manual_seed(0))
+    visit_attention(model, rows, visit)
+    attention, tokens = hla_attentions(model)[0], seen[0]
+    group = tokens.q.shape[1] // tokens.k.shape[1]
+    scores, total, weight = attention.hla.slot_scores(tokens.far_k, tokens.v), 0, 0
+    for b, h, j in itertools.product(range(4), range(tokens.k.shape[1]), range(1, 20)):
+        largest = 0
+        for t, i in itertools.product(range(j + 4, 24), range(h * group, (h + 1) * group)):
+            near = (tokens.k[b, h, : t + 1] @ tokens.q[b, i, t] * attention.scaling).softmax(0)
+            largest = max(largest, near[j].item())
+        total += (largest + 1e-4) * (scores[b, h, j].item() - math.log(largest + 1e-4)) ** 2
+        weight += largest + 1e-4
+    assert errors[0].item() == pytest.approx(total / weight, rel=1e-4)
+    before = dict(errors)
+    transfer_attention(model, rows, steps=40, batch_size=4, learning_rate=1e-2)
+    visit_attention(model, rows, visit)
+    assert all(errors[i] < 0.5 * before[i] for i in before), (before, errors)
 
 
 def test_layer_losses_are_differentiated_to_every_new_parameter_and_no_other(base):
