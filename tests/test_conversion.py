@@ -807,7 +807,7 @@ def test_every_variant_of_the_ablation_trains(base, text_file, tmp_path, benchma
     output = tmp_path / "ablation.json"
     run(
         base, "--data", text_file, "--eval-file", text_file, "--layers", 0, "--tokens", 256, "--seq-len", 128,
-        "--batch-size", 1, "--steps", 2, "--eval-len", 512, "--output", output,
+        "--batch-size", 1, "--steps", 6, "--learning-rate", 0.02, "--eval-len", 512, "--output", output,
     )  # fmt: skip
     results = json.loads(output.read_text())["results"]
     assert list(results) == list(ablation.VARIANTS)
