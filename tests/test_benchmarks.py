@@ -1,9 +1,7 @@
 """Facts that rows of text ask for, recall of facts in running text, and the speed of whole models side by side."""
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -26,23 +24,6 @@ def tokenizer():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    """A script of `benchmarks/` as a module, and its command with arguments."""
-    monkeypatch.syspath_prepend("benchmarks")
-
-    def load(name):
-        script = importlib.import_module(name)
-
-        def run(*arguments):
-            monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-            script.main()
-
-        return script, run
-
-    return load
 
 
 def text_tokens(tokenizer, length):

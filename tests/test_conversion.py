@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -728,23 +727,6 @@ def test_a_failure_while_saving_leaves_nothing_half_written_and_what_was_trained
     assert report["layer_losses"] == whole["layer_losses"]
     parts, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("hla", "whole"))
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    """A script of `benchmarks/` as a module, and its command with arguments."""
-    monkeypatch.syspath_prepend("benchmarks")
-
-    def load(name):
-        script = importlib.import_module(name)
-
-        def run(*arguments):
-            monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-            script.main()
-
-        return script, run
-
-    return load
 
 
 def test_quality_measures_the_base_the_model_and_its_window(converted, text_file, tmp_path, benchmark):
