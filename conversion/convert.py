@@ -24,8 +24,9 @@ from hla_hf.layer_hla import hla_attentions
 from . import thread_report
 from .card import model_card, origin_of
 from .evaluate import agreement_with_base, perplexity
+from .facts import DESCRIPTION, fact_rows
 from .hub import check_upload, upload
-from .keep import keep_softmax, layer_costs
+from .keep import change_settings, keep_softmax, layer_costs, spread_slots
 from .load import load_base, load_model, load_tokenizer
 from .settings import Conversion, parse_arguments, without_folders
 from .text import read_tokens, sample_tokens
@@ -61,7 +62,7 @@ def _kept_file(conversion: Conversion) -> Path:
 
 
 def _recipe(conversion: Conversion) -> dict:
-    names = ("source", "steps", "batch_size", "learning_rate", "dtype")
+    names = ("source", "steps", "batch_size", "learning_rate", "facts", "dtype")
     return conversion.hla | {name: getattr(conversion, name) for name in names}
 
 
@@ -84,9 +85,9 @@ def keep(conversion: Conversion, state: dict, texts: Texts) -> None:
     path = _kept_file(conversion)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}-{os.getpid()}")
-    tokens = torch.cat([texts.training, texts.held_out])
+    kept = {"training": texts.training, "held_out": texts.held_out, "recipe": _recipe(conversion)}
     try:
-        torch.save(state | {"tokens": tokens, "recipe": _recipe(conversion)}, partial)
+        torch.save(state | kept, partial)
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -103,35 +104,55 @@ def held_out_rows(rows: int) -> int:
 def prepare_texts(
     conversion: Conversion, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kept: dict | None
 ) -> Texts:
-    """What to train and to measure on: the text of `data`, its last `held_out_rows` held out, and `eval_file`."""
+    """What to train and to measure on: the text of `data` with a share of rows of facts, its last `held_out_rows` held
+    out, and `eval_file`."""
     length = conversion.seq_len
     rows = max(1, conversion.tokens // length)
-    rows += held_out_rows(rows)
+    facts = int(rows * conversion.facts) if tokenizer is not None else 0
+    num_held_out = held_out_rows(rows)
     description = "text that the base model sampled"
     if tokenizer is None:
         description = "random tokens, as the base model has no tokenizer"
     elif conversion.data != ["self"]:
         description = ", ".join(without_folders(conversion.data))
     if kept is not None:
-        tokens = kept["tokens"]
+        training, held_out = kept["training"], kept["held_out"]
     elif tokenizer is None:
-        tokens = torch.randint(model.config.vocab_size, (rows, length))
-    elif conversion.data == ["self"]:
-        with softmax_attention(model):
-            tokens = sample_tokens(model, tokenizer, rows, length)
+        training, held_out = torch.randint(model.config.vocab_size, (rows + num_held_out, length)).split(rows)
     else:
-        tokens = read_tokens(conversion.data, tokenizer, rows, length)
-        if len(tokens) < 3:
-            raise ValueError(
-                f"the text has {len(tokens)} rows of {length} tokens, fewer than 1 to train on and 2 to hold out; "
-                "give more text or a smaller --seq-len"
-            )
-    held_out = held_out_rows(len(tokens) * 10 // 11)
+        tokens = read_text(conversion, model, tokenizer, rows - facts + num_held_out)
+        num_held_out = min(num_held_out, held_out_rows(len(tokens) * 10 // 11))
+        training, held_out = tokens[:-num_held_out], tokens[-num_held_out:]
+        if facts:
+            facts = max(1, round(len(training) * conversion.facts / (1 - conversion.facts)))
+            try:
+                told = fact_rows(training, tokenizer, facts, length, conversion.seed)
+            except ValueError as error:
+                raise ValueError(f"--seq-len {length}: {error}; --facts 0 trains without facts") from error
+            training = torch.cat([training, told])
+    if facts:
+        description += f"; in {conversion.facts:.0%} of its rows {DESCRIPTION}"
     evaluation = None
     if conversion.eval_file:
         rows = conversion.eval_tokens // conversion.eval_len
         evaluation = read_tokens([conversion.eval_file], tokenizer, rows, conversion.eval_len, flag="--eval-file")
-    return Texts(tokens[:-held_out], tokens[-held_out:], evaluation, description)
+    return Texts(training, held_out, evaluation, description)
+
+
+def read_text(
+    conversion: Conversion, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_rows: int
+) -> Tensor:
+    """Up to `num_rows` rows of `data`, at least 3. Raises: ValueError if it has fewer."""
+    if conversion.data == ["self"]:
+        with softmax_attention(model):
+            return sample_tokens(model, tokenizer, num_rows, conversion.seq_len)
+    tokens = read_tokens(conversion.data, tokenizer, num_rows, conversion.seq_len)
+    if len(tokens) < 3:
+        raise ValueError(
+            f"the text has {len(tokens)} rows of {conversion.seq_len} tokens, fewer than 1 to train on and 2 to hold "
+            "out; give more text or a smaller --seq-len"
+        )
+    return tokens
 
 
 # ---- the conversion ----------------------------------------
@@ -187,17 +208,24 @@ def convert(conversion: Conversion) -> dict:
     kept = read_kept(conversion)
     torch.manual_seed(conversion.seed)
     reads_text = bool(
-        conversion.steps or conversion.keep_softmax or conversion.eval_file or conversion.data != ["self"]
+        conversion.steps
+        or conversion.keep_softmax
+        or conversion.slots_to_spread
+        or conversion.eval_file
+        or conversion.data != ["self"]
     )
     model, tokenizer = load_base(
         conversion.source, conversion.dtype, conversion.device, conversion.dequantize, needs_tokenizer=reads_text
     )
-    to_hla(model, **conversion.hla)
+    to_hla(model, **conversion.hla | ({"hla_slots": 0} if conversion.slots_to_spread else {}))
     layers = [layer.layer_idx for layer in hla_attentions(model)]
     if conversion.keep_softmax and conversion.keep_softmax >= len(layers):
         raise ValueError(f"--keep-softmax auto:{conversion.keep_softmax} leaves none of {len(layers)} HLA layers")
     try_writing(model, tokenizer, Path(conversion.output))
     texts = prepare_texts(conversion, model, tokenizer, kept)
+    if conversion.slots_to_spread:
+        slots = spread_slots(layer_costs(model, texts.held_out[:1]), conversion.slots_to_spread)
+        change_settings(model, hla_slots=slots)
 
     print("evaluating before training", flush=True)
     before, base = measure(model, texts), {}
@@ -217,7 +245,7 @@ def convert(conversion: Conversion) -> dict:
         "text": f"{texts.training.numel()} tokens of {texts.description}",
         "evaluation": describe_evaluation(conversion, texts),
         "eval_text": without_folders(conversion.eval_file),
-        "hla": conversion.hla | ({"hla_layers": model.config.hla_layers} if costs else {}),
+        "hla": {name: getattr(model.config, name) for name in conversion.hla},
         "steps": conversion.steps,
         "base": base,
         "before": before,

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 
 DESCRIPTION = (
-    "rows of it in which facts (numbers, codes, names, places, preferences, lists of pairs, made from templates) and "
-    "passages of the text itself are stated and asked for later"
+    "facts (numbers, codes, names, places, preferences, lists of pairs, made from templates) and passages of the text "
+    "itself are stated and asked for later"
 )
 PEOPLE = (
     "Amir Beatriz Chen Daria Emeka Freya Goran Hana Ibrahim Jolanta Kwame Leila Mateo Nadia Oskar Priya Quentin Rosa "

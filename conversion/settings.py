@@ -40,6 +40,13 @@ def _layers_to_keep(text: str) -> int:
 
 
 def _hla_option(name: str, default: Any) -> Any:
+    if name == "hla_slots":
+        return _option(
+            default,
+            f"config field (default {default}): slots of every HLA layer, a number for each, or auto:N, N per layer on "
+            "average, more where the model loses more when that layer alone is HLA",
+            type=_number_or_text, nargs="+", metavar="N",
+        )  # fmt: skip
     kind = {"type": int, "nargs": "*", "metavar": "LAYER"} if name == "hla_layers" else {"type": _number_or_text}
     return _option(default, f"config field (default {default})", **kind)
 
@@ -73,6 +80,10 @@ class Conversion(HLASettings):
         "model samples (default)",
         metavar="X",
     )
+    facts: float = _option(
+        0.5,
+        "share of the rows to train on in which facts are stated in the text and asked for later (default %(default)s)",
+    )
     tokens: int = _option(20480, "tokens of text to train on (default %(default)s)")
     steps: int = _option(100, "training steps; 0 skips training (default %(default)s)")
     batch_size: int = _option(2, "rows per step (default %(default)s)")
@@ -104,9 +115,15 @@ class Conversion(HLASettings):
 
     def __post_init__(self) -> None:
         check_upload_options(self)
+        if isinstance(self.hla_slots, list) and len(self.hla_slots) == 1:
+            self.hla_slots = self.hla_slots[0]
+        if isinstance(self.hla_slots, str) and not self.slots_to_spread:
+            raise ValueError(f"--hla-slots must be numbers or auto:N, N at least 1, got {self.hla_slots!r}")
         for name, least in (("steps", 0), ("tokens", 1), ("batch_size", 1), ("seq_len", 2), ("eval_len", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.facts < 1:
+            raise ValueError(f"--facts must be at least 0 and below 1, got {self.facts}")
         if self.eval_file and self.eval_tokens < self.eval_len:
             raise ValueError(f"--eval-tokens must be at least --eval-len={self.eval_len}, got {self.eval_tokens}")
 
@@ -114,6 +131,12 @@ class Conversion(HLASettings):
     def hla(self) -> dict[str, Any]:
         """The `hla_*` settings alone."""
         return {f.name: getattr(self, f.name) for f in fields(HLASettings)}
+
+    @property
+    def slots_to_spread(self) -> int:
+        """N of `auto:N`, 0 if the slots are numbers."""
+        kind, _, count = str(self.hla_slots).partition(":")
+        return int(count) if kind == "auto" and count.isdecimal() else 0
 
     @property
     def command(self) -> str:

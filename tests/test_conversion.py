@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from conversion import convert as command
 from conversion import transfer
 from conversion.evaluate import agreement_with_base, perplexity
+from conversion.keep import layer_costs, spread_slots
 from conversion.text import read_tokens, sample_tokens
 from conversion.transfer import hla_parameters, layer_losses, score_error, transfer_attention, visit_attention
 from hla_hf import ARCHITECTURES, softmax_attention, to_hla
@@ -38,7 +39,20 @@ TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
 }  # fmt: skip
-FAST = ["--steps", "3", "--tokens", "256", "--seq-len", "32", "--hla-window", "8", "--hla-chunk-size", "16"]
+FAST = [
+    "--steps",
+    "3",
+    "--tokens",
+    "256",
+    "--seq-len",
+    "32",
+    "--hla-window",
+    "8",
+    "--hla-chunk-size",
+    "16",
+    "--facts",
+    "0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +294,45 @@ def test_layer_losses_are_differentiated_to_every_new_parameter_and_no_other(bas
             assert p.grad is None, name
 
 
+def test_slots_go_where_a_layer_costs_most(base, text_file, tokenizer, tmp_path):
+    assert spread_slots(torch.tensor([[3.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.5, 0.5]]), 10) == [20, 10, 0, 10]
+    arguments = [str(base), "--output", str(tmp_path / "hla"), *FAST, "--data", str(text_file), "--hla-slots"]
+    report = command.convert(command.parse_arguments([*arguments, "auto:6", "--hla-slot-score", "learned"]))
+    slots = report["hla"]["hla_slots"]
+    assert sum(slots) == 3 * 6 and len(set(slots)) > 1
+    model = to_hla(AutoModelForCausalLM.from_pretrained(base).eval(), hla_window=8, hla_chunk_size=16)
+    assert slots == spread_slots(layer_costs(model, read_tokens([text_file], tokenizer, 10, 32)[8:9]), 6)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
+    assert model.config.hla_slots == slots and "--hla-slots auto:6" in report["command"]
+
+    arguments[2] = str(tmp_path / "hybrid")
+    report = command.convert(command.parse_arguments([*arguments, "auto:6", "--keep-softmax", "auto:1"]))
+    hybrid = AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid").config
+    assert hybrid.hla_slots == [slots[i] for i in hybrid.hla_layers] and len(report["layers"]) == 3
+    for bad in ("auto:0", "auto:", "many"):
+        with pytest.raises(ValueError, match=f"--hla-slots must be numbers or auto:N, N at least 1, got '{bad}'"):
+            command.parse_arguments([*arguments, bad])
+
+
+def test_a_share_of_the_rows_asks_for_facts(base, text_file, tokenizer):
+    text_file.write_text(TEXT * 8)
+    arguments = [str(base), "--output", "hla", "--data", str(text_file), "--tokens", "2560", "--seq-len", "256"]
+    plain, mixed = (
+        command.prepare_texts(command.parse_arguments([*arguments, "--facts", share]), None, tokenizer, None)
+        for share in ("0", "0.4")
+    )
+    assert plain.training.shape == mixed.training.shape == (10, 256)
+    assert torch.equal(mixed.training[:6], plain.training[:6])
+    assert not any(set(tokenizer.decode(row).split()) <= set(TEXT.split()) for row in mixed.training[6:])
+    assert torch.equal(mixed.held_out, read_tokens([text_file], tokenizer, 8, 256)[6:])  # text alone
+    assert "in 40% of its rows facts" in mixed.description and "facts" not in plain.description
+    with pytest.raises(ValueError, match=r"--facts must be at least 0 and below 1, got 1\.0"):
+        command.parse_arguments([*arguments, "--facts", "1"])
+    short = command.parse_arguments([*arguments, "--seq-len", "16"])
+    with pytest.raises(ValueError, match=r"--seq-len 16: length=16 is too short for a fact.*--facts 0"):
+        command.prepare_texts(short, None, tokenizer, None)
+
+
 def test_the_layers_that_cost_most_keep_softmax_attention(base, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(base)
     model.model.layers[1].self_attn.o_proj.weight.data.zero_()  # this layer's attention does nothing
@@ -349,7 +402,19 @@ def test_sampled_text_starts_from_bos_and_from_a_user_turn(base, tokenizer):
 
 
 def test_self_is_the_default_text_and_steps_0_skips_training(base, tmp_path):
-    arguments = [str(base), "--output", str(tmp_path / "hla"), "--steps", "0", "--tokens", "64", "--seq-len", "32"]
+    arguments = [
+        str(base),
+        "--output",
+        str(tmp_path / "hla"),
+        "--steps",
+        "0",
+        "--tokens",
+        "64",
+        "--seq-len",
+        "32",
+        "--facts",
+        "0",
+    ]
     report = command.convert(command.parse_arguments(arguments))
     assert (
         "the base model sampled" in report["text"]
@@ -364,7 +429,15 @@ def test_self_is_the_default_text_and_steps_0_skips_training(base, tmp_path):
 
 def test_a_conversion_from_python_tells_nothing_of_its_host(base, tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/someone/server.py", "--token", "secret"])
-    settings = {"steps": 3, "tokens": 256, "seq_len": 32, "hla_window": 8, "hla_layers": [0, 2], "learning_rate": 3e-3}
+    settings = {
+        "steps": 3,
+        "tokens": 256,
+        "seq_len": 32,
+        "facts": 0,
+        "hla_window": 8,
+        "hla_layers": [0, 2],
+        "learning_rate": 3e-3,
+    }
     files = {"data": [str(text_file)], "eval_file": str(text_file), "eval_len": 64, "eval_tokens": 128}
     conversion = command.Conversion(source=str(base), output=str(tmp_path / "hla"), **settings, **files)
     report = command.convert(conversion)
@@ -375,7 +448,7 @@ def test_a_conversion_from_python_tells_nothing_of_its_host(base, tmp_path, text
     assert words[:3] == ["python", "-m", "conversion.convert"]
     published = {"source": base.name, "output": "hla", "data": ["text.txt"], "eval_file": "text.txt"}
     assert command.parse_arguments(words[3:]) == dataclasses.replace(conversion, **published)
-    assert len(words) == 3 + 1 + 2 * 11 + 1  # only what is not default: eleven options, one of them with two values
+    assert len(words) == 3 + 1 + 2 * 12 + 1  # only what is not default: twelve options, one of them with two values
 
 
 def test_a_conversion_has_every_field_of_the_config_with_its_default():
@@ -412,7 +485,7 @@ def test_a_base_without_a_tokenizer(base, tmp_path, text_file, capsys):
         message = error_of(capsys, words).splitlines()[-1]
         assert message.startswith("error: SOURCE") and "has no tokenizer" in message and "tiktoken" not in message
     assert not (tmp_path / "hla").exists()
-    command.main([*map(str, untrained), "--tokens", "64", "--seq-len", "32"])
+    command.main([*map(str, untrained), "--tokens", "64", "--seq-len", "32", "--facts", "0"])
     assert "random tokens, as the base model has no tokenizer" in (tmp_path / "hla" / "README.md").read_text()
     assert not (tmp_path / "hla" / "tokenizer.json").exists()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
