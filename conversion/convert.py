@@ -62,7 +62,7 @@ def _kept_file(conversion: Conversion) -> Path:
 
 
 def _recipe(conversion: Conversion) -> dict:
-    names = ("source", "steps", "batch_size", "learning_rate", "facts", "dtype")
+    names = ("source", "steps", "batch_size", "learning_rate", "fact_share", "dtype")
     return conversion.hla | {name: getattr(conversion, name) for name in names}
 
 
@@ -108,7 +108,7 @@ def prepare_texts(
     out, and `eval_file`."""
     length = conversion.seq_len
     rows = max(1, conversion.tokens // length)
-    facts = int(rows * conversion.facts) if tokenizer is not None else 0
+    facts = int(rows * conversion.fact_share) if tokenizer is not None else 0
     num_held_out = held_out_rows(rows)
     description = "text that the base model sampled"
     if tokenizer is None:
@@ -124,14 +124,14 @@ def prepare_texts(
         num_held_out = min(num_held_out, held_out_rows(len(tokens) * 10 // 11))
         training, held_out = tokens[:-num_held_out], tokens[-num_held_out:]
         if facts:
-            facts = max(1, round(len(training) * conversion.facts / (1 - conversion.facts)))
+            facts = max(1, round(len(training) * conversion.fact_share / (1 - conversion.fact_share)))
             try:
                 told = fact_rows(training, tokenizer, facts, length, conversion.seed)
             except ValueError as error:
                 raise ValueError(f"--seq-len {length}: {error}; --facts 0 trains without facts") from error
             training = torch.cat([training, told])
     if facts:
-        description += f"; in {conversion.facts:.0%} of its rows {DESCRIPTION}"
+        description += f"; in {conversion.fact_share:.0%} of its rows {DESCRIPTION}"
     evaluation = None
     if conversion.eval_file:
         rows = conversion.eval_tokens // conversion.eval_len

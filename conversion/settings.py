@@ -80,9 +80,11 @@ class Conversion(HLASettings):
         "model samples (default)",
         metavar="X",
     )
-    facts: float = _option(
-        0.5,
-        "share of the rows to train on in which facts are stated in the text and asked for later (default %(default)s)",
+    facts: float | None = _option(
+        None,
+        "share of the rows to train on in which facts are stated in the text and asked for later (default: 0.5 of text "
+        "that the base model samples, else 0)",
+        type=float,
     )
     tokens: int = _option(20480, "tokens of text to train on (default %(default)s)")
     steps: int = _option(100, "training steps; 0 skips training (default %(default)s)")
@@ -122,7 +124,7 @@ class Conversion(HLASettings):
         for name, least in (("steps", 0), ("tokens", 1), ("batch_size", 1), ("seq_len", 2), ("eval_len", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.facts < 1:
+        if not 0 <= self.fact_share < 1:
             raise ValueError(f"--facts must be at least 0 and below 1, got {self.facts}")
         if self.eval_file and self.eval_tokens < self.eval_len:
             raise ValueError(f"--eval-tokens must be at least --eval-len={self.eval_len}, got {self.eval_tokens}")
@@ -131,6 +133,10 @@ class Conversion(HLASettings):
     def hla(self) -> dict[str, Any]:
         """The `hla_*` settings alone."""
         return {f.name: getattr(self, f.name) for f in fields(HLASettings)}
+
+    @property
+    def fact_share(self) -> float:
+        return self.facts if self.facts is not None else 0.5 * (self.data == ["self"])
 
     @property
     def slots_to_spread(self) -> int:

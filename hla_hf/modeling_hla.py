@@ -186,24 +186,30 @@ class HLADecoderMixin(HLAModelMixin):
             inputs, config = input_ids if inputs_embeds is None else inputs_embeds, self.config
             self._keep_masks_away()
             self._refuse_attention_weights(**kwargs)
-            segment_ids, position_ids, attention_mask = self._packing(
-                inputs, position_ids, attention_mask, cache is not None or use_cache, **kwargs
+            hla_mask = attention_mask
+            if isinstance(attention_mask, dict):  # from `create_masks_for_generate`
+                hla_mask = attention_mask["hla"]
+                attention_mask = attention_mask.get("softmax", attention_mask)
+            segment_ids, facts = self._documents(
+                inputs, position_ids, hla_mask, cache is not None or use_cache, **kwargs
+            )
+            known = _known(facts | self._padding(hla_mask, inputs.shape[1], cache))
+            segment_ids, position_ids, no_mask = self._packing(
+                inputs, segment_ids, position_ids, hla_mask, known, cache is not None or use_cache, **kwargs
             )
             if segment_ids is not None:
                 kwargs["hla_segment_ids"], use_cache = segment_ids, False
+            if no_mask:
+                attention_mask = hla_mask = None
             use_cache = config.use_cache if use_cache is None else use_cache
             if cache is not None:
                 use_hla_layers(cache, config.hla_layer_ids)
             elif use_cache and not (self.training and self.is_gradient_checkpointing):
                 cache = new_cache(config)
-            hla_mask = attention_mask
-            if isinstance(attention_mask, dict):  # from `create_masks_for_generate`
-                hla_mask = attention_mask["hla"]
-                attention_mask = attention_mask.get("softmax", attention_mask)
             if hla_mask is not None:
-                kwargs["hla_mask"] = self._padding_mask(hla_mask, *inputs.shape[:2], cache)
-                if position_ids is None:
-                    position_ids = self._positions_of(hla_mask, inputs.shape[1], cache)
+                mask, positions = self._padding_mask(hla_mask, *inputs.shape[:2], cache, known)
+                kwargs["hla_mask"] = mask
+                position_ids = positions if position_ids is None else position_ids
             if not torch.compiler.is_compiling():
                 kwargs["hla_memo"] = {}
         elif cache is not None and any(isinstance(layer, HLACacheLayer) for layer in cache.layers):
@@ -233,83 +239,113 @@ class HLADecoderMixin(HLAModelMixin):
                 "within hla_hf.softmax_attention(model, 'eager') it has those of its base model"
             )
 
-    def _packing(
-        self, inputs: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, has_cache: bool | None,
+    @staticmethod
+    def _documents(
+        inputs: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None, has_cache: bool | None,
         cu_seq_lens_q: Tensor | None = None, seq_idx: Tensor | None = None, **_,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """The documents `[B, T]` of a packed batch or None, the position_ids and the mask that softmax layers need.
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:  # fmt: skip
+        """The documents `[B, T]` of a packed batch or None, and what to know of them.
 
-        Documents are those of `cu_seq_lens_q` or `seq_idx`, else, as Transformers does it without a mask and a cache,
-        they begin where `position_ids` do not go up by one.
+        They are those of `cu_seq_lens_q` or `seq_idx`, else, as Transformers does it without a mask and a cache, they
+        begin where `position_ids` do not go up by one.
         """
-        batch, length = inputs.shape[:2]
-        compiling = torch.compiler.is_compiling()
-        inferred, is_explicit = None, cu_seq_lens_q is not None or seq_idx is not None
-        if position_ids is not None and position_ids.ndim == 2:
-            inferred = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(1).expand(batch, -1)
+        (batch, length), facts = inputs.shape[:2], {}
         if cu_seq_lens_q is not None:
-            ends = cu_seq_lens_q[1:].to(inputs.device)
-            if not compiling and (batch > 1 or cu_seq_lens_q[0] != 0 or ends[-1] != length or (ends.diff() < 0).any()):
-                raise ValueError(
-                    f"cu_seq_lens_q must rise from 0 to T={length}, for a batch of one row, "
-                    f"got {cu_seq_lens_q.tolist()} for {batch} rows"
-                )
-            segment_ids = torch.searchsorted(ends, torch.arange(length, device=ends.device), right=True)[None]
+            cu_seq_lens_q = cu_seq_lens_q.to(inputs.device)
+            ends = cu_seq_lens_q[1:]
+            rises = (cu_seq_lens_q[0] == 0) & (ends[-1] == length) & (cu_seq_lens_q.diff() >= 0).all()
+            facts["cu_seq_lens_q is wrong"] = ~rises if batch == 1 else torch.ones_like(rises)
+            index = torch.arange(length, device=ends.device)
+            segment_ids = torch.searchsorted(ends, index, right=True).expand(batch, -1)
         elif seq_idx is not None:
             if seq_idx.shape != (batch, length):
                 raise ValueError(f"seq_idx must be [B, T] = {(batch, length)}, got {tuple(seq_idx.shape)}")
             segment_ids = seq_idx
+        elif attention_mask is None and not has_cache and position_ids is not None and position_ids.ndim == 2:
+            segment_ids = _runs_of_positions(position_ids).expand(batch, -1)
         else:
-            segment_ids = inferred if attention_mask is None and not has_cache else None
+            return None, {}
+        return segment_ids, facts | {"one document": (segment_ids == segment_ids[:, :1]).all()}
 
-        if is_explicit:  # softmax layers, and the rotation, have only position_ids to go by
+    def _packing(
+        self, inputs: Tensor, segment_ids: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None,
+        known: dict[str, int | None], has_cache: bool | None, cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None, **_,
+    ) -> tuple[Tensor | None, Tensor | None, bool]:  # fmt: skip
+        """The documents, None if there is one; the position_ids that softmax layers need; whether those must not get
+        the mask."""
+        if known.get("cu_seq_lens_q is wrong"):
+            raise ValueError(
+                f"cu_seq_lens_q must rise from 0 to T={inputs.shape[1]}, for a batch of one row, "
+                f"got {cu_seq_lens_q.tolist()} for {inputs.shape[0]} rows"
+            )
+        if cu_seq_lens_q is not None or seq_idx is not None:  # softmax layers, and the rotation, see position_ids only
             changes = segment_ids.diff(dim=1, prepend=segment_ids[:, :1]) != 0
-            if compiling or inferred is None or not torch.equal(inferred, changes.cumsum(1)):
-                index = torch.arange(length, device=inputs.device)
-                position_ids = index - torch.where(changes, index, 0).cummax(1).values
-        if segment_ids is None or (not compiling and bool((segment_ids == segment_ids[:, :1]).all())):
-            return None, position_ids, attention_mask
+            index = torch.arange(inputs.shape[1], device=inputs.device)
+            given, position_ids = position_ids, index - torch.where(changes, index, 0).cummax(1).values
+            if given is not None and given.ndim == 2:
+                agree = (_runs_of_positions(given) == changes.cumsum(1)).all()
+                position_ids = torch.where(agree, given, position_ids)
+        if segment_ids is None or known["one document"]:
+            return None, position_ids, False
         if has_cache:
             raise ValueError(
                 "a packed batch (cu_seq_lens_q, seq_idx, or position_ids that restart) has no single text that a cache "
                 "could continue: pass use_cache=False and no cache"
             )
-        if attention_mask is not None and len(self.config.hla_layer_ids) < self.config.num_hidden_layers:
-            if not bool(attention_mask.all()):
-                raise ValueError(
-                    "attention_mask must be None or all ones in a packed batch of a model that keeps softmax layers "
-                    "(hla_layers), which find the documents in position_ids; pack without padding"
-                )
-            attention_mask = None
-        return segment_ids, position_ids, attention_mask
+        keeps_softmax = len(self.config.hla_layer_ids) < self.config.num_hidden_layers
+        if attention_mask is not None and keeps_softmax and known["padding"]:
+            raise ValueError(
+                "attention_mask must be None or all ones in a packed batch of a model that keeps softmax layers "
+                "(hla_layers), which find the documents in position_ids; pack without padding"
+            )
+        return segment_ids, position_ids, keeps_softmax
 
     @staticmethod
-    def _padding_mask(attention_mask: Tensor, batch: int, length: int, cache) -> Tensor | None:
-        """The part of a `[B, past + T]` mask that belongs to these T tokens, or None if none of them is padding."""
+    def _padding(attention_mask: Tensor | None, length: int, cache) -> dict[str, Tensor]:
+        """What to know of a mask: whether it has padding, whether its last T tokens have, and how many came before."""
+        if attention_mask is None:
+            return {}
+        padding, past = attention_mask == 0, 0 if cache is None else cache.get_seq_length()
+        facts = {"padding": padding.any(), "padding now": padding[..., -length:].any()}
+        return facts | {"past": past} if isinstance(past, Tensor) else facts  # a static cache counts on its device
+
+    @staticmethod
+    def _padding_mask(
+        attention_mask: Tensor, batch: int, length: int, cache, known: dict[str, int | None]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The part of a `[B, past + T]` mask that belongs to these T tokens, None if none of them is padding; and their
+        positions, the real tokens before each, also in the past. None, which Transformers takes for no padding, if
+        there is none or if the mask leaves the past out.
+        """
         past = 0 if cache is None else cache.get_seq_length()
-        compiling = torch.compiler.is_compiling()
-        lengths = (length,) if compiling and isinstance(past, Tensor) else (length, int(past) + length)
+        past = known.get("past", 0) if isinstance(past, Tensor) else past
+        lengths = (length,) if past is None else (length, past + length)
         if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in lengths:
             raise ValueError(
                 f"attention_mask must be [B, T] with B={batch} and T={lengths[-1]} (past and new tokens), "
                 f"got {tuple(attention_mask.shape)}"
             )
-        mask = attention_mask[:, -length:]
-        return None if not compiling and bool(mask.all()) else mask
+        mask = None if known["padding now"] == 0 else attention_mask[:, -length:]
+        if known["padding"] == 0 or past is None or attention_mask.shape[1] != past + length:
+            return mask, None
+        return mask, ((attention_mask != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:]
 
-    @staticmethod
-    def _positions_of(attention_mask: Tensor, length: int, cache) -> Tensor | None:
-        """The positions of the last T tokens of a `[B, past + T]` mask: the real tokens before each, also in the past.
 
-        None, which Transformers takes for no padding, if there is none or if the mask leaves the past out.
-        """
-        past = 0 if cache is None else cache.get_seq_length()
-        compiling = torch.compiler.is_compiling()
-        if (compiling and isinstance(past, Tensor)) or attention_mask.shape[1] != int(past) + length:
-            return None
-        if not compiling and bool(attention_mask.all()):
-            return None
-        return ((attention_mask != 0).long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+def _runs_of_positions(position_ids: Tensor) -> Tensor:
+    """`[B, T]`: 0, and 1 more wherever positions do not go up by one."""
+    return (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
+
+
+def _known(facts: dict[str, Tensor]) -> dict[str, int | None]:
+    """The values of tensors of one element: the one place where a forward pass waits for its device. None where there
+    are none: while compiling, and on the meta device."""
+    if not facts:
+        return {}
+    values = [x.long() for x in facts.values()]
+    if torch.compiler.is_compiling() or any(x.is_meta for x in values):
+        return dict.fromkeys(facts)
+    return dict(zip(facts, torch.stack(values).tolist(), strict=True))
 
 
 class HLAHeadMixin(HLAModelMixin):

@@ -317,7 +317,9 @@ def block_weights(decays: Sequence[Tensor | None], block: Block, runs: Tensor | 
 def no_autocast(x: Tensor) -> AbstractContextManager:
     """States and what is summed into them keep their dtype under autocast."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 # ---- the operators, each once, as a stack over `attend` ----------------------------------------
@@ -422,7 +424,10 @@ def as_decays(log_decay: Decay | Sequence[Decay], passes: int, q: Tensor, k: Ten
         if entry is None:
             decays.append(None)
             continue
-        entry = torch.as_tensor(entry, dtype=compute_dtype(q), device=q.device)
+        if not isinstance(entry, Tensor):  # a number is filled in on its device, not copied there
+            check(entry <= 0, f"log_decay must be at most 0, got {entry}")
+            entry = torch.full((), entry, dtype=compute_dtype(q), device=q.device)
+        entry = entry.to(q.device, compute_dtype(q))
         shape = tuple(entry.shape)
         heads_allowed = (heads, k.shape[1])
         check(
@@ -432,7 +437,7 @@ def as_decays(log_decay: Decay | Sequence[Decay], passes: int, q: Tensor, k: Ten
             f"log_decay must be a number, [H] or [B, H, T] with H one of {heads_allowed}, B {batch}, T {length}, "
             f"got shape {shape}",
         )
-        if not torch.compiler.is_compiling():
+        if entry.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look at values is a wait
             check(not bool((entry > 0).any()), f"log_decay must be at most 0, got a value of {entry.max().item():.4g}")
         decays.append(entry if len(shape) == 3 else entry.reshape(1, -1, 1))
     return decays

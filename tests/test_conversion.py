@@ -328,7 +328,7 @@ def test_a_share_of_the_rows_asks_for_facts(base, text_file, tokenizer):
     assert "in 40% of its rows facts" in mixed.description and "facts" not in plain.description
     with pytest.raises(ValueError, match=r"--facts must be at least 0 and below 1, got 1\.0"):
         command.parse_arguments([*arguments, "--facts", "1"])
-    short = command.parse_arguments([*arguments, "--seq-len", "16"])
+    short = command.parse_arguments([*arguments, "--seq-len", "16", "--facts", "0.5"])
     with pytest.raises(ValueError, match=r"--seq-len 16: length=16 is too short for a fact.*--facts 0"):
         command.prepare_texts(short, None, tokenizer, None)
 
