@@ -1,6 +1,8 @@
 """Checkpoint -> HLA checkpoint."""
 
 import os
+import sys
+from pathlib import Path
 
 
 # Threads that spin while they wait for each other make everything ten times slower beside another job. OpenMP reads
@@ -13,3 +15,8 @@ def thread_report() -> str:
     import torch
 
     return f"{torch.get_num_threads()} threads, OMP_WAIT_POLICY={os.environ['OMP_WAIT_POLICY']}"
+
+
+def program_name(script: str, module: str) -> str:
+    """How this process was started: as the console script, or as `python -m` the module."""
+    return script if Path(sys.argv[0]).stem == script else f"python -m {module}"

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hla_hf.configuration_hla import HLAConfigMixin
 
+from . import program_name
+
 
 # ruff: noqa: RUF009 -- `_option` is `dataclasses.field`
 
@@ -161,7 +163,7 @@ def check_upload_options(settings: Any) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> Conversion:
     """The command line; each `hla_*` field of the configuration is an option of its own."""
     parser = argparse.ArgumentParser(
-        prog="python -m conversion.convert",
+        prog=program_name("hla-convert", "conversion.convert"),
         description="Convert a pretrained Llama-style checkpoint to an HLA model that loads anywhere.",
     )
     for f in sorted(fields(Conversion), key=lambda f: f.name.startswith("hla_")):

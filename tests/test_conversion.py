@@ -31,6 +31,7 @@ from conversion.transfer import hla_parameters, layer_losses, score_error, trans
 from hla_hf import ARCHITECTURES, softmax_attention, to_hla
 from hla_hf.configuration_hla import HLAConfigMixin, base_class_names, config_class
 from hla_hf.layer_hla import hla_attentions
+from training import recipe
 
 
 TEXT = "Linear attention keeps a state of fixed size. Softmax attention keeps every key and value. " * 40
@@ -292,6 +293,19 @@ def test_layer_losses_are_differentiated_to_every_new_parameter_and_no_other(bas
             assert p.grad is not None and p.grad.abs().sum() > 0, name
         else:
             assert p.grad is None, name
+
+
+@pytest.mark.parametrize(
+    ("parse", "script", "module"),
+    [(command.parse_arguments, "hla-convert", "conversion.convert"),
+     (recipe.parse_recipe, "hla-finetune", "training.finetune")],
+)  # fmt: skip
+def test_usage_names_the_command_as_it_was_started(parse, script, module, monkeypatch, capsys):
+    for started, name in ((f"/bin/{script}", script), ("/somewhere/convert.py", f"python -m {module}")):
+        monkeypatch.setattr(sys, "argv", [started, "--unknown"])
+        with pytest.raises(SystemExit):
+            parse(["--unknown"])
+        assert f"usage: {name} " in capsys.readouterr().err
 
 
 def test_slots_go_where_a_layer_costs_most(base, text_file, tokenizer, tmp_path):

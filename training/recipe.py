@@ -9,6 +9,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
+from conversion import program_name
 from conversion.settings import check_upload_options, command_line
 
 
@@ -127,7 +128,7 @@ def parse_recipe(arguments: list[str] | None = None) -> Recipe:
     Raises: ValueError if the file cannot be read, has an unknown field, or a value is not allowed.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = HfArgumentParser(Recipe, prog="python -m training.finetune")
+    parser = HfArgumentParser(Recipe, prog=program_name("hla-finetune", "training.finetune"))
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these fields")
     known = parser.parse_known_args(arguments)[0]
     settings = []
