@@ -425,7 +425,7 @@ def as_decays(log_decay: Decay | Sequence[Decay], passes: int, q: Tensor, k: Ten
             decays.append(None)
             continue
         if not isinstance(entry, Tensor):  # a number is filled in on its device, not copied there
-            check(entry <= 0, f"log_decay must be at most 0, got {entry}")
+            check(entry <= 0, f"log_decay must be at most 0, got a value of {entry:.4g}")
             entry = torch.full((), entry, dtype=compute_dtype(q), device=q.device)
         entry = entry.to(q.device, compute_dtype(q))
         shape = tuple(entry.shape)
