@@ -223,7 +223,7 @@ def convert(conversion: Conversion) -> dict:
         raise ValueError(f"--keep-softmax auto:{conversion.keep_softmax} leaves none of {len(layers)} HLA layers")
     try_writing(model, tokenizer, Path(conversion.output))
     texts = prepare_texts(conversion, model, tokenizer, kept)
-    if conversion.slots_to_spread:
+    if conversion.slots_to_spread and layers:
         slots = spread_slots(layer_costs(model, texts.held_out[:1]), conversion.slots_to_spread)
         change_settings(model, hla_slots=slots)
 

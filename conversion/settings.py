@@ -123,6 +123,8 @@ class Conversion(HLASettings):
             self.hla_slots = self.hla_slots[0]
         if isinstance(self.hla_slots, str) and not self.slots_to_spread:
             raise ValueError(f"--hla-slots must be numbers or auto:N, N at least 1, got {self.hla_slots!r}")
+        if self.slots_to_spread and self.hla_window == 0:
+            raise ValueError(f"--hla-slots {self.hla_slots} needs a window that tokens leave, got --hla-window 0")
         for name, least in (("steps", 0), ("tokens", 1), ("batch_size", 1), ("seq_len", 2), ("eval_len", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")

@@ -449,7 +449,8 @@ class OperatorOptions(TypedDict, total=False):
     scale: multiplies q wherever q appears; default `d ** -0.5`, the paper's is 1.0.
     log_decay: log of the decay g per token, at most 0: None, a float, `[H]` or `[B, H, T]` (H may be Hkv, which keeps
         key-only states per key-value head), the same for every pass, or a tuple with one entry per pass, inner first.
-        The paper's decayed second order is `(log g, 2 log g)`.
+        The paper's decayed second order is `(log g, 2 log g)`. The values of a tensor are checked on the CPU only, as
+        a look at them elsewhere is a wait.
     attention_mask: `[B, T]`, 0 at padded tokens, wherever they stand: they change nothing and their output is 0.
     segment_ids: `[B, T]`, a number per token: where it changes a new document begins, which sees nothing of those
         before it. `initial_state` belongs to the first document, the returned state to the last.

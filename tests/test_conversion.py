@@ -40,20 +40,8 @@ TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
 }  # fmt: skip
-FAST = [
-    "--steps",
-    "3",
-    "--tokens",
-    "256",
-    "--seq-len",
-    "32",
-    "--hla-window",
-    "8",
-    "--hla-chunk-size",
-    "16",
-    "--facts",
-    "0",
-]
+FAST = ["--steps", "3", "--tokens", "256", "--seq-len", "32", "--facts", "0", "--hla-window", "8",
+        "--hla-chunk-size", "16"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +314,8 @@ def test_slots_go_where_a_layer_costs_most(base, text_file, tokenizer, tmp_path)
     for bad in ("auto:0", "auto:", "many"):
         with pytest.raises(ValueError, match=f"--hla-slots must be numbers or auto:N, N at least 1, got '{bad}'"):
             command.parse_arguments([*arguments, bad])
+    with pytest.raises(ValueError, match="--hla-slots auto:6 needs a window that tokens leave, got --hla-window 0"):
+        command.parse_arguments([*arguments, "auto:6", "--hla-window", "0"])
 
 
 def test_a_share_of_the_rows_asks_for_facts(base, text_file, tokenizer):
@@ -416,19 +406,8 @@ def test_sampled_text_starts_from_bos_and_from_a_user_turn(base, tokenizer):
 
 
 def test_self_is_the_default_text_and_steps_0_skips_training(base, tmp_path):
-    arguments = [
-        str(base),
-        "--output",
-        str(tmp_path / "hla"),
-        "--steps",
-        "0",
-        "--tokens",
-        "64",
-        "--seq-len",
-        "32",
-        "--facts",
-        "0",
-    ]
+    arguments = [str(base), "--output", str(tmp_path / "hla"), "--steps", "0", "--tokens", "64", "--seq-len", "32",
+                 "--facts", "0"]  # fmt: skip
     report = command.convert(command.parse_arguments(arguments))
     assert (
         "the base model sampled" in report["text"]
@@ -443,15 +422,7 @@ def test_self_is_the_default_text_and_steps_0_skips_training(base, tmp_path):
 
 def test_a_conversion_from_python_tells_nothing_of_its_host(base, tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/someone/server.py", "--token", "secret"])
-    settings = {
-        "steps": 3,
-        "tokens": 256,
-        "seq_len": 32,
-        "facts": 0,
-        "hla_window": 8,
-        "hla_layers": [0, 2],
-        "learning_rate": 3e-3,
-    }
+    settings = {"steps": 3, "tokens": 256, "seq_len": 32, "hla_window": 8, "hla_layers": [0, 2], "learning_rate": 3e-3}
     files = {"data": [str(text_file)], "eval_file": str(text_file), "eval_len": 64, "eval_tokens": 128}
     conversion = command.Conversion(source=str(base), output=str(tmp_path / "hla"), **settings, **files)
     report = command.convert(conversion)
@@ -462,7 +433,7 @@ def test_a_conversion_from_python_tells_nothing_of_its_host(base, tmp_path, text
     assert words[:3] == ["python", "-m", "conversion.convert"]
     published = {"source": base.name, "output": "hla", "data": ["text.txt"], "eval_file": "text.txt"}
     assert command.parse_arguments(words[3:]) == dataclasses.replace(conversion, **published)
-    assert len(words) == 3 + 1 + 2 * 12 + 1  # only what is not default: twelve options, one of them with two values
+    assert len(words) == 3 + 1 + 2 * 11 + 1  # only what is not default: eleven options, one of them with two values
 
 
 def test_a_conversion_has_every_field_of_the_config_with_its_default():
@@ -499,7 +470,7 @@ def test_a_base_without_a_tokenizer(base, tmp_path, text_file, capsys):
         message = error_of(capsys, words).splitlines()[-1]
         assert message.startswith("error: SOURCE") and "has no tokenizer" in message and "tiktoken" not in message
     assert not (tmp_path / "hla").exists()
-    command.main([*map(str, untrained), "--tokens", "64", "--seq-len", "32", "--facts", "0"])
+    command.main([*map(str, untrained), "--tokens", "64", "--seq-len", "32"])
     assert "random tokens, as the base model has no tokenizer" in (tmp_path / "hla" / "README.md").read_text()
     assert not (tmp_path / "hla" / "tokenizer.json").exists()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
