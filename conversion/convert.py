@@ -120,8 +120,10 @@ def prepare_texts(
     elif tokenizer is None:
         training, held_out = torch.randint(model.config.vocab_size, (rows + num_held_out, length)).split(rows)
     else:
-        tokens = read_text(conversion, model, tokenizer, rows - facts + num_held_out)
-        num_held_out = min(num_held_out, held_out_rows(len(tokens) * 10 // 11))
+        wanted = rows - facts + num_held_out
+        tokens = read_text(conversion, model, tokenizer, wanted)
+        if len(tokens) < wanted:
+            num_held_out = min(num_held_out, held_out_rows(len(tokens) * 10 // 11))
         training, held_out = tokens[:-num_held_out], tokens[-num_held_out:]
         if facts:
             facts = max(1, round(len(training) * conversion.fact_share / (1 - conversion.fact_share)))
