@@ -27,7 +27,7 @@ from .evaluate import agreement_with_base, perplexity
 from .facts import DESCRIPTION, fact_rows
 from .hub import check_upload, upload
 from .keep import change_settings, keep_softmax, layer_costs, spread_slots
-from .load import load_base, load_model, load_tokenizer
+from .load import load_base, load_model, load_tokenizer, working_copy
 from .settings import Conversion, parse_arguments, without_folders
 from .text import read_tokens, sample_tokens
 from .transfer import Interrupted, hla_parameters, transfer_attention
@@ -35,6 +35,8 @@ from .write import RunStopped, try_writing, write_model, written_beside
 
 
 __all__ = ["Conversion", "convert", "load_base", "main", "parse_arguments"]
+
+RANKING_LENGTH = 512  # tokens of a held-out row by which slots are spread
 
 
 class Texts(NamedTuple):
@@ -146,8 +148,9 @@ def read_text(
 ) -> Tensor:
     """Up to `num_rows` rows of `data`, at least 3. Raises: ValueError if it has fewer."""
     if conversion.data == ["self"]:
-        with softmax_attention(model):
-            return sample_tokens(model, tokenizer, num_rows, conversion.seq_len)
+        sampler = working_copy(model)
+        with softmax_attention(sampler):
+            return sample_tokens(sampler, tokenizer, num_rows, conversion.seq_len)
     tokens = read_tokens(conversion.data, tokenizer, num_rows, conversion.seq_len)
     if len(tokens) < 3:
         raise ValueError(
@@ -171,9 +174,10 @@ def train_parameters(conversion: Conversion, model: PreTrainedModel, texts: Text
 
     Raises: Interrupted on Ctrl-C.
     """
-    parameters, dtype = hla_parameters(model), model.dtype
-    for parameter in parameters.values():
-        parameter.data = parameter.data.float()
+    learner = working_copy(model)
+    parameters = hla_parameters(learner)
+    for name, parameter in hla_parameters(model).items():
+        parameters[name].data = parameter.data.float()
     if kept is not None and "layer_losses" in kept:
         for name, parameter in parameters.items():
             parameter.data.copy_(kept["parameters"][name])
@@ -181,7 +185,7 @@ def train_parameters(conversion: Conversion, model: PreTrainedModel, texts: Text
     else:
         try:
             losses = transfer_attention(
-                model, texts.training, steps=conversion.steps, batch_size=conversion.batch_size,
+                learner, texts.training, steps=conversion.steps, batch_size=conversion.batch_size,
                 learning_rate=conversion.learning_rate, seed=conversion.seed, interrupted=kept,
             )  # fmt: skip
         except Interrupted as error:
@@ -189,8 +193,8 @@ def train_parameters(conversion: Conversion, model: PreTrainedModel, texts: Text
             raise
         trained = {name: parameter.detach() for name, parameter in parameters.items()}
         keep(conversion, {"parameters": trained, "layer_losses": losses}, texts)
-    for parameter in parameters.values():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in hla_parameters(model).items():
+        parameter.data = parameters[name].data.to(model.dtype)
     return losses
 
 
@@ -226,7 +230,7 @@ def convert(conversion: Conversion) -> dict:
     try_writing(model, tokenizer, Path(conversion.output))
     texts = prepare_texts(conversion, model, tokenizer, kept)
     if conversion.slots_to_spread and layers:
-        slots = spread_slots(layer_costs(model, texts.held_out[:1]), conversion.slots_to_spread)
+        slots = spread_slots(layer_costs(model, texts.held_out[:1, :RANKING_LENGTH]), conversion.slots_to_spread)
         change_settings(model, hla_slots=slots)
 
     print("evaluating before training", flush=True)

@@ -13,10 +13,15 @@ def log_probs(model: PreTrainedModel, row: Tensor) -> Tensor:
     return model(row[None].to(model.device), use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
+def kl_divergence(base: Tensor, other: Tensor) -> float:
+    """From base to other, log-probabilities `[T, V]`: nats per token."""
+    return F.kl_div(other, base, reduction="batchmean", log_target=True).item()
+
+
 def divergence(base: Tensor, other: Tensor) -> dict[str, float]:
     """Of log-probabilities `[T, V]`: `kl` from base to other, nats per token; `top1`, share of equal top-1 tokens."""
     return {
-        "kl": F.kl_div(other, base, reduction="batchmean", log_target=True).item(),
+        "kl": kl_divergence(base, other),
         "top1": (base.argmax(-1) == other.argmax(-1)).float().mean().item(),
     }
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from hla_hf import softmax_attention, to_hla, to_softmax
 from hla_hf.configuration_hla import HLAConfigMixin
 from hla_hf.layer_hla import ATTENTION, hla_attentions
 
-from .evaluate import divergence, log_probs
+from .evaluate import kl_divergence, log_probs
 from .transfer import hla_parameters
 
 
@@ -30,6 +31,36 @@ def only_hla_layer(model: PreTrainedModel, attention: nn.Module) -> Iterator[Non
             attention.config = before
 
 
+class ReplayedLayer:
+    """The forward pass of a decoder layer, or, once it is set to `replay`, what that returned last."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer, self.replaced = layer, vars(layer).get("forward")
+        self.forward, self.replay, self.out = layer.forward, False, None
+        layer.forward = self
+
+    def __call__(self, *args, **kwargs) -> Any:
+        if not self.replay:
+            self.out = self.forward(*args, **kwargs)
+        return self.out
+
+    def restore(self) -> None:
+        del self.layer.forward
+        if self.replaced is not None:
+            self.layer.forward = self.replaced
+
+
+@contextmanager
+def replayed_layers(model: PreTrainedModel) -> Iterator[list[ReplayedLayer]]:
+    """Within this context the decoder layers of `model` can be told to return again what they returned."""
+    layers = [ReplayedLayer(layer) for layer in model.base_model.layers]
+    try:
+        yield layers
+    finally:
+        for layer in layers:
+            layer.restore()
+
+
 @torch.no_grad()
 def layer_costs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """What the model loses when one layer alone is HLA, for each HLA layer: `[L, 2]`, KL in nats per token.
@@ -37,16 +68,23 @@ def layer_costs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     Every row of `tokens [N, T]` is read twice over: the first column is the KL over its first reading, what is lost on
     language, the second that over its second, what is lost on recall.
     """
-    rows = torch.cat([tokens, tokens], 1)
-    layers, costs = hla_attentions(model), []
-    for row in tqdm(rows, desc="ranking layers"):
-        with softmax_attention(model):
-            base = log_probs(model, row).chunk(2)
-        for attention in layers:
-            with only_hla_layer(model, attention):
-                other = log_probs(model, row).chunk(2)
-            costs.append([divergence(*halves)["kl"] for halves in zip(base, other, strict=True)])
-    return torch.tensor(costs).unflatten(0, (len(rows), -1)).mean(0)
+    rows, attentions = torch.cat([tokens, tokens], 1), hla_attentions(model)
+    costs = torch.zeros(len(attentions), 2)
+    with tqdm(total=len(rows) * len(attentions), desc="ranking layers") as progress:
+        for row in rows:
+            with replayed_layers(model) as layers:
+                with softmax_attention(model):
+                    base = log_probs(model, row).chunk(2)
+                for i in reversed(range(len(attentions))):  # so that the layers before it are still those of the base
+                    for layer in layers[: attentions[i].layer_idx]:
+                        layer.replay = True
+                    for layer in layers[attentions[i].layer_idx :]:
+                        layer.replay = False
+                    with only_hla_layer(model, attentions[i]):
+                        other = log_probs(model, row).chunk(2)
+                    costs[i] += torch.tensor([kl_divergence(*x) for x in zip(base, other, strict=True)])
+                    progress.update()
+    return costs / len(rows)
 
 
 def spread_slots(costs: Tensor, mean: int) -> list[int]:

@@ -44,14 +44,18 @@ def _layers_to_keep(text: str) -> int:
 def _hla_option(name: str, default: Any) -> Any:
     if name == "hla_slots":
         return _option(
-            default,
-            f"config field (default {default}): slots of every HLA layer, a number for each, or auto:N, N per layer on "
-            "average, more where the model loses more when that layer alone is HLA",
+            None,
+            f"config field (default {SLOTS} if its scores are trained, else 0): slots of every HLA layer, a number for "
+            "each, or auto:N, N per layer on average, more where the model loses more when that layer alone is HLA",
             type=_number_or_text, nargs="+", metavar="N",
         )  # fmt: skip
+    if name == "hla_slot_score":
+        return _option(None, f"config field (default learned if it is trained, else {default})", type=str)
     kind = {"type": int, "nargs": "*", "metavar": "LAYER"} if name == "hla_layers" else {"type": _number_or_text}
     return _option(default, f"config field (default {default})", **kind)
 
+
+SLOTS = "auto:160"  # measured in docs/conversion.md, "Exact slots"
 
 if TYPE_CHECKING:
     HLASettings = HLAConfigMixin
@@ -84,8 +88,8 @@ class Conversion(HLASettings):
     )
     facts: float | None = _option(
         None,
-        "share of the rows to train on in which facts are stated in the text and asked for later (default: 0.5 of text "
-        "that the base model samples, else 0)",
+        "share of the rows to train on in which facts are stated in the text and asked for later (default: 0.5 where "
+        "learned scores of slots need them or the base model samples the text, else 0)",
         type=float,
     )
     tokens: int = _option(20480, "tokens of text to train on (default %(default)s)")
@@ -121,6 +125,10 @@ class Conversion(HLASettings):
         check_upload_options(self)
         if isinstance(self.hla_slots, list) and len(self.hla_slots) == 1:
             self.hla_slots = self.hla_slots[0]
+        if self.hla_slots is None:
+            self.hla_slots = SLOTS if self.steps and self.hla_window else 0
+        if self.hla_slot_score is None:
+            self.hla_slot_score = "learned" if self.steps and self.hla_slots != 0 else "attention"
         if isinstance(self.hla_slots, str) and not self.slots_to_spread:
             raise ValueError(f"--hla-slots must be numbers or auto:N, N at least 1, got {self.hla_slots!r}")
         if self.slots_to_spread and self.hla_window == 0:
@@ -140,7 +148,9 @@ class Conversion(HLASettings):
 
     @property
     def fact_share(self) -> float:
-        return self.facts if self.facts is not None else 0.5 * (self.data == ["self"])
+        if self.facts is not None:
+            return self.facts
+        return 0.5 if self.data == ["self"] or (self.hla_slots != 0 and self.hla_slot_score == "learned") else 0.0
 
     @property
     def slots_to_spread(self) -> int:

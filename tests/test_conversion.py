@@ -24,8 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from conversion import convert as command
 from conversion import transfer
-from conversion.evaluate import agreement_with_base, perplexity
-from conversion.keep import layer_costs, spread_slots
+from conversion.evaluate import agreement_with_base, divergence, log_probs, perplexity
+from conversion.keep import layer_costs, only_hla_layer, spread_slots
+from conversion.load import working_copy
+from conversion.settings import SLOTS
 from conversion.text import read_tokens, sample_tokens
 from conversion.transfer import hla_parameters, layer_losses, score_error, transfer_attention, visit_attention
 from hla_hf import ARCHITECTURES, softmax_attention, to_hla
@@ -40,7 +42,7 @@ TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
 }  # fmt: skip
-FAST = ["--steps", "3", "--tokens", "256", "--seq-len", "32", "--facts", "0", "--hla-window", "8",
+FAST = ["--steps", "3", "--tokens", "256", "--seq-len", "32", "--facts", "0", "--hla-slots", "0", "--hla-window", "8",
         "--hla-chunk-size", "16"]  # fmt: skip
 
 
@@ -296,6 +298,21 @@ def test_usage_names_the_command_as_it_was_started(parse, script, module, monkey
         assert f"usage: {name} " in capsys.readouterr().err
 
 
+def test_a_working_copy_rounds_the_weights_alone(base, monkeypatch):
+    model = to_hla(AutoModelForCausalLM.from_pretrained(base).eval())
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    copied, frequencies = working_copy(model), model.base_model.rotary_emb.inv_freq
+    assert copied.dtype == torch.bfloat16 and model.dtype == torch.float32
+    assert torch.equal(copied.base_model.rotary_emb.inv_freq, frequencies)
+    assert working_copy(copied) is copied  # already in bfloat16
+    row = torch.arange(3, 35)
+    with torch.no_grad(), softmax_attention(model), softmax_attention(copied):
+        assert divergence(log_probs(model, row), log_probs(copied, row))["kl"] < 1e-2
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert working_copy(model) is model
+
+
+@torch.no_grad()
 def test_slots_go_where_a_layer_costs_most(base, text_file, tokenizer, tmp_path):
     assert spread_slots(torch.tensor([[3.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.5, 0.5]]), 10) == [20, 10, 0, 10]
     arguments = [str(base), "--output", str(tmp_path / "hla"), *FAST, "--data", str(text_file), "--hla-slots"]
@@ -304,6 +321,14 @@ def test_slots_go_where_a_layer_costs_most(base, text_file, tokenizer, tmp_path)
     assert sum(slots) == 3 * 6 and len(set(slots)) > 1
     model = to_hla(AutoModelForCausalLM.from_pretrained(base).eval(), hla_window=8, hla_chunk_size=16)
     assert slots == spread_slots(layer_costs(model, read_tokens([text_file], tokenizer, 10, 32)[8:9]), 6)
+    row = read_tokens([text_file], tokenizer, 1, 32)
+    for attention, (language, recall) in zip(hla_attentions(model), layer_costs(model, row).tolist(), strict=True):
+        with softmax_attention(model):
+            base_probs = log_probs(model, row.repeat(1, 2)[0])
+        with only_hla_layer(model, attention):
+            halves = divergence(base_probs, log_probs(model, row.repeat(1, 2)[0]))["kl"]
+        assert (32 * language + 31 * recall) / 63 == pytest.approx(halves, rel=1e-4)
+    assert not any("forward" in vars(layer) for layer in model.base_model.layers)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hla")
     assert model.config.hla_slots == slots and "--hla-slots auto:6" in report["command"]
 
@@ -329,6 +354,9 @@ def test_a_share_of_the_rows_asks_for_facts(base, text_file, tokenizer):
     assert torch.equal(mixed.training[:6], plain.training[:6])
     assert not any(set(tokenizer.decode(row).split()) <= set(TEXT.split()) for row in mixed.training[6:])
     assert torch.equal(mixed.held_out, read_tokens([text_file], tokenizer, 8, 256)[6:])  # text alone
+    text_file.write_text(TEXT * 80)
+    many = command.parse_arguments([*arguments, "--tokens", "10240", "--facts", "0.5"])
+    assert len(command.prepare_texts(many, None, tokenizer, None).held_out) == 4  # a tenth of all rows
     assert "in 40% of its rows facts" in mixed.description and "facts" not in plain.description
     with pytest.raises(ValueError, match=r"--facts must be at least 0 and below 1, got 1\.0"):
         command.parse_arguments([*arguments, "--facts", "1"])
@@ -422,7 +450,8 @@ def test_self_is_the_default_text_and_steps_0_skips_training(base, tmp_path):
 
 def test_a_conversion_from_python_tells_nothing_of_its_host(base, tmp_path, text_file, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/home/someone/server.py", "--token", "secret"])
-    settings = {"steps": 3, "tokens": 256, "seq_len": 32, "hla_window": 8, "hla_layers": [0, 2], "learning_rate": 3e-3}
+    settings = {"steps": 3, "tokens": 256, "seq_len": 32, "hla_window": 8, "hla_layers": [0, 2], "learning_rate": 3e-3,
+                "hla_slots": 0}  # fmt: skip
     files = {"data": [str(text_file)], "eval_file": str(text_file), "eval_len": 64, "eval_tokens": 128}
     conversion = command.Conversion(source=str(base), output=str(tmp_path / "hla"), **settings, **files)
     report = command.convert(conversion)
@@ -433,13 +462,18 @@ def test_a_conversion_from_python_tells_nothing_of_its_host(base, tmp_path, text
     assert words[:3] == ["python", "-m", "conversion.convert"]
     published = {"source": base.name, "output": "hla", "data": ["text.txt"], "eval_file": "text.txt"}
     assert command.parse_arguments(words[3:]) == dataclasses.replace(conversion, **published)
-    assert len(words) == 3 + 1 + 2 * 11 + 1  # only what is not default: eleven options, one of them with two values
+    assert len(words) == 3 + 1 + 2 * 13 + 1  # only what is not default: thirteen options, one of them with two values
 
 
 def test_a_conversion_has_every_field_of_the_config_with_its_default():
     conversion = command.Conversion(source="x", output="y")
     fields = {f.name: f.default for f in dataclasses.fields(HLAConfigMixin) if f.name != "hla_code_version"}
-    assert conversion.hla == fields
+    assert conversion.hla == fields | {"hla_slots": SLOTS, "hla_slot_score": "learned"} and conversion.fact_share == 0.5
+    for untrained in ({"steps": 0}, {"hla_window": 0}):
+        conversion_of_all = command.Conversion(source="x", output="y", data=["z.txt"], **untrained)
+        assert conversion_of_all.hla == fields | {k: v for k, v in untrained.items() if k in fields}
+        assert conversion_of_all.fact_share == 0
+    assert command.Conversion(source="x", output="y", data=["z.txt"]).fact_share == 0.5
     assert command.parse_arguments(["x", "--output", "y"]) == conversion
     with pytest.raises(ValueError, match="--steps must be at least 0, got -1"):
         command.Conversion(source="x", output="y", steps=-1)
