@@ -178,7 +178,7 @@ class HLALayer(nn.Module):
 
     def _step_parameters(self) -> FarParameters:
         """Those of decoding, kept from one token to the next: what a step asks of them is done once."""
-        values = list(self.parameters())
+        values = list(self.parameters() if self._modules else self._parameters.values())  # the latter is much faster
         if torch.compiler.is_compiling() or any(p.is_inference() for p in values):
             return self._far_parameters()
         versions = [(p.data_ptr(), p._version) for p in values]

@@ -133,11 +133,10 @@ class Exchange(NamedTuple):
     def __call__(self, kept: Tensor, token: Tensor) -> Tensor:
         """Writes `token [B, H, 1, d]` into its slot, if it gets one, and returns the token that is absorbed; the slots
         are the last places of `kept`."""
-        heads = kept.shape[1]
-        enters, slot = repeat_heads(self.enters, heads), repeat_heads(self.slot, heads)
-        slot = (slot + (kept.shape[2] - self.count)).expand_as(token)
-        old = kept.gather(2, slot)
-        kept.scatter_(2, slot, torch.where(enters, token, old))
+        heads, slots = kept.shape[1], kept[:, :, -self.count :]
+        enters, slot = repeat_heads(self.enters, heads), repeat_heads(self.slot, heads).expand_as(token)
+        old = slots.gather(2, slot)
+        slots.scatter_(2, slot, torch.where(enters, token, old))
         return torch.where(enters, old, token)
 
 
