@@ -28,6 +28,7 @@ from .facts import DESCRIPTION, fact_rows
 from .hub import check_upload, upload
 from .keep import change_settings, keep_softmax, layer_costs, spread_slots
 from .load import load_base, load_model, load_tokenizer, working_copy
+from .progress import shown
 from .settings import Conversion, parse_arguments, without_folders
 from .text import read_tokens, sample_tokens
 from .transfer import Interrupted, hla_parameters, transfer_attention
@@ -205,6 +206,11 @@ def convert(conversion: Conversion) -> dict:
     RunStopped if the result cannot be written, with what is trained in a file beside the output that `--resume` goes on
     from.
     """
+    with shown(conversion.quiet):
+        return _convert(conversion)
+
+
+def _convert(conversion: Conversion) -> dict:
     check_output(conversion)
     check_upload(conversion.push_to_hub)
     if conversion.to_softmax:
@@ -341,8 +347,12 @@ def main(arguments: list[str] | None = None) -> None:
     """The command: exits 2 with one line on bad input, 1 if its result cannot be written or uploaded, 130 on Ctrl-C."""
     try:
         conversion = parse_arguments(arguments)
-        print(thread_report(), flush=True)
-        report = convert(conversion)
+        with shown(conversion.quiet):
+            print(thread_report(), flush=True)
+            report = convert(conversion)
+            if not conversion.to_softmax:
+                print_report(report)
+            print(f"\nwrote {conversion.output}")
     except (ValueError, StrictDataclassError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -354,9 +364,13 @@ def main(arguments: list[str] | None = None) -> None:
             f"\n{error} of {conversion.steps}, which are saved; the same command with --resume goes on", file=sys.stderr
         )
         sys.exit(130)
-    if not conversion.to_softmax:
-        print_report(report)
-    print(f"\nwrote {conversion.output}")
+    except KeyboardInterrupt:
+        left = f"{conversion.output} is complete"
+        if not Path(conversion.output).exists():
+            how = "with --resume goes on" if _kept_file(conversion).exists() else "begins again"
+            left = f"nothing was written to {conversion.output}; the same command {how}"
+        print(f"\nstopped; {left}", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hla_hf import softmax_attention, to_hla, to_softmax
@@ -16,6 +15,7 @@ from hla_hf.configuration_hla import HLAConfigMixin
 from hla_hf.layer_hla import ATTENTION, hla_attentions
 
 from .evaluate import kl_divergence, log_probs
+from .progress import ProgressBar
 from .transfer import hla_parameters
 
 
@@ -70,7 +70,7 @@ def layer_costs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """
     rows, attentions = torch.cat([tokens, tokens], 1), hla_attentions(model)
     costs = torch.zeros(len(attentions), 2)
-    with tqdm(total=len(rows) * len(attentions), desc="ranking layers") as progress:
+    with ProgressBar(total=len(rows) * len(attentions), desc="ranking layers", unit="layers") as progress:
         for row in rows:
             with replayed_layers(model) as layers:
                 with softmax_attention(model):

@@ -115,6 +115,7 @@ class Conversion(HLASettings):
     resume: bool = _option(False, "go on with a conversion to DIR that was stopped, or whose result was not written")
     dequantize: bool = _option(False, "accept a quantised base and restore its weights")
     to_softmax: bool = _option(False, "the way back: SOURCE is a converted model, DIR its base architecture")
+    quiet: bool = _option(False, "print nothing but errors and warnings")
     push_to_hub: str | None = _option(
         None, "upload DIR to this repository of the Hub when it is complete", type=str, metavar="USER/NAME"
     )

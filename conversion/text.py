@@ -12,9 +12,10 @@ from datasets import List as ListOf
 from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
+
+from .progress import ProgressBar
 
 
 TEXT, JSON, BUILDERS = (".txt", ".md"), (".json", ".jsonl", ".ndjson"), {".parquet": "parquet", ".csv": "csv"}
@@ -246,7 +247,7 @@ def rows_of(dataset: Dataset | IterableDataset) -> Iterator[dict]:
 class _TokenCounter(BaseStreamer):
     """Moves a progress bar by the tokens that `generate()` reads and makes."""
 
-    def __init__(self, progress: tqdm):
+    def __init__(self, progress: ProgressBar):
         self.progress = progress
 
     def put(self, value: Tensor) -> None:
@@ -271,7 +272,7 @@ def sample_tokens(
     rows: list[Tensor] = []
     defaults, model.generation_config = model.generation_config, GenerationConfig()  # no EOS: rows are full
     try:
-        with tqdm(total=num_rows * length, desc="sampling text from the base model", unit="token") as progress:
+        with ProgressBar(total=num_rows * length, desc="sampling text from the base model", unit="tokens") as progress:
             while len(rows) < num_rows:
                 batch = [prompts[i % len(prompts)] for i in range(len(rows), min(num_rows, len(rows) + batch_size))]
                 padding = [longest - len(prompt) for prompt in batch]

@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import AttentionInterface, PreTrainedModel
 
 from hla_hf import softmax_attention
 from hla_hf.cache_hla import LayerTokens
 from hla_hf.layer_hla import base_functions, hla_attentions, unrotated
 from hla_hf.ops_hla import repeat_heads
+
+from .progress import ProgressBar
 
 
 def hla_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -147,7 +148,8 @@ def transfer_attention(
         schedule.load_state_dict(interrupted["schedule"])
         order.set_state(interrupted["order"])
         history = list(interrupted["history"])
-    with InterruptFlag() as interrupt, tqdm(total=steps, initial=len(history), desc="attention transfer") as progress:
+    bar = ProgressBar(total=steps, initial=len(history), desc="attention transfer", unit="steps")
+    with InterruptFlag() as interrupt, bar as progress:
         while len(history) < steps and not interrupt.requested:
             batch = tokens[torch.randperm(len(tokens), generator=order)[:batch_size]]
             losses = layer_losses(model, batch.to(model.device), backward=True)

@@ -606,6 +606,44 @@ def test_rope_scaling_survives(rope, tokenizer, tmp_path):
         assert model(ids).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("place", ["load_base", "prepare_texts", "layer_costs", "measure", "write_model", "upload"])
+def test_ctrl_c_at_any_moment_leaves_nothing_half_written(base, tmp_path, text_file, monkeypatch, capsys, place):
+    function = getattr(command, place)
+
+    def interrupted(*args, **kwargs):
+        if place in ("prepare_texts", "write_model", "upload"):  # while it is being done, or when it is
+            function(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(command, place, interrupted)
+    arguments = [base, "--output", tmp_path / "parts" / "hla", "--data", text_file, *FAST, "--hla-slots", "auto:4"]
+    message = error_of(capsys, arguments, code=130)
+    left = [path.name for path in (tmp_path / "parts").iterdir()] if (tmp_path / "parts").exists() else []
+    if place == "upload":
+        assert left == ["hla"] and "is complete" in message
+        AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "hla")
+    elif place == "write_model":
+        assert left == ["hla.interrupted"] and "with --resume goes on" in message
+        monkeypatch.undo()
+        command.main([str(x) for x in arguments] + ["--resume"])
+        assert [path.name for path in (tmp_path / "parts").iterdir()] == ["hla"]
+    else:
+        assert left == [] and "the same command begins again" in message
+
+
+def test_without_a_terminal_there_is_a_line_per_ten_per_cent(base, tmp_path, text_file, capfd):
+    arguments = [str(base), "--data", str(text_file), *FAST, "--steps", "40", "--output"]
+    command.main([*arguments, str(tmp_path / "hla")])
+    lines = capfd.readouterr().err.splitlines()
+    steps = [line for line in lines if line.startswith("attention transfer")]
+    assert [line.partition("%")[0].split()[-1] for line in steps] == [str(x) for x in range(0, 101, 10)]
+    assert "(20 of 40 steps)" in steps[5] and "to go" in steps[5] and "loss=" in steps[5]
+    assert not any("it/s" in line or "\r" in line for line in lines)
+    command.main([*arguments, str(tmp_path / "silent"), "--quiet"])
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "silent" / "README.md").exists()
+
+
 def test_peft_adapter_is_merged_first(base, tmp_path, text_file):
     model = LlamaForCausalLM.from_pretrained(base)
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))

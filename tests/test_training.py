@@ -577,6 +577,30 @@ def test_a_stopped_and_resumed_run_is_bit_equal(files, tmp_path, monkeypatch, ca
         assert torch.equal(weights(tmp_path / "parts")[name], weight), name
 
 
+@pytest.mark.parametrize("place", ["load_student", "make_rows", "load_teacher"])
+def test_ctrl_c_before_the_first_step_leaves_nothing(files, tmp_path, monkeypatch, capsys, place):
+    monkeypatch.setattr(finetune, place, lambda *args: signal.raise_signal(signal.SIGINT))
+    message = error_of(capsys, arguments(files, tmp_path / "run", kl_weight=1), code=130)
+    assert "the same command" in message and not (tmp_path / "run").exists()
+
+
+def test_a_second_ctrl_c_leaves_the_last_checkpoint(files, tmp_path, monkeypatch, capsys):
+    fields = {"steps": 3, "checkpoint_steps": 2}
+    monkeypatch.setattr(finetune, "export", lambda *args: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    assert "with --resume" in error_of(capsys, arguments(files, tmp_path / "run", **fields), code=130)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if "model" in p.name or "check" in p.name)[-1:] == [
+        "checkpoint-00000003"
+    ]
+    monkeypatch.undo()
+    AcceleratorState._reset_state(True)
+    assert train(files, tmp_path / "run", "--resume", **fields)["step"] == 3
+
+
+def test_a_quiet_run_prints_nothing(files, tmp_path, capfd):
+    assert train(files, tmp_path / "run", "--quiet", steps=2) is not None
+    assert capfd.readouterr() == ("", "")
+
+
 def command(files, output, *flags, **fields):
     return [sys.executable, "-m", "training.finetune", *arguments(files, output, **fields), *flags]
 

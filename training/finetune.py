@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from conversion import thread_report
 from conversion.hub import check_upload, upload
+from conversion.progress import shown
 from conversion.transfer import hla_parameters
 from conversion.write import RunStopped
 
@@ -170,7 +171,7 @@ def run(recipe: Recipe) -> dict | None:
     Returns: the report, `training.json` of the exported model, but with the recipe as it is; None if it was stopped.
     Raises: ValueError on bad input, before anything is written; RunStopped if the run cannot go on.
     """
-    with ExitStack() as at_exit:
+    with shown(recipe.quiet), ExitStack() as at_exit:
         current, tokenizer, dtype = load(recipe, at_exit)
         accelerator, progress, output = current.accelerator, current.progress, current.output
         output.mkdir(parents=True, exist_ok=True)
@@ -213,7 +214,8 @@ def finish(current: Run, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command: exits 2 with one line on bad input, 1 with one line if the run cannot go on, 0 if it was stopped."""
+    """The command: exits 2 with one line on bad input, 1 with one line if the run cannot go on, 0 if it was stopped and
+    wrote a checkpoint, 130 on a Ctrl-C before its first step or a second one."""
     try:
         run(parse_recipe(arguments))
     except (ValueError, StrictDataclassError) as error:
@@ -222,6 +224,10 @@ def main(arguments: list[str] | None = None) -> None:
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:  # before the first step, or for the second time
+        if os.environ.get("RANK", "0") == "0":
+            print("\nstopped; the same command, with --resume if there is a checkpoint, goes on", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

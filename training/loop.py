@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from conversion.progress import ProgressBar
 from conversion.write import RunStopped
 
 from .checkpoint import Progress, checkpoint_path, latest_checkpoint, save_checkpoint
@@ -143,7 +143,9 @@ class Run:
         progress, is_main = self.progress, self.accelerator.is_main_process
         self.model.train()
         seconds = []
-        bar = tqdm(total=self.steps, initial=progress.step, desc="training", unit="step", disable=not is_main)
+        bar = ProgressBar(
+            total=self.steps, initial=progress.step, desc="training", unit="steps", disable=not is_main
+        )  # fmt: skip
         with bar:
             while progress.step < self.steps:
                 if self.accelerator.reduce(self.stop.clone()):

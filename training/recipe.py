@@ -68,6 +68,7 @@ class Recipe:
     checkpoint_steps: int = _option(100, "steps between evaluations, each with a checkpoint")
     load_best: bool = _option(True, "export the checkpoint with the lowest evaluation loss instead of the last")
     trackers: list[str] = _option(["tensorboard"], "Accelerate trackers by name, or none")
+    quiet: bool = _option(False, "print nothing but errors and warnings")
     push_to_hub: str | None = _option(None, "USER/NAME of a repository of the Hub to upload output/model to")
     private: bool = _option(False, "make the repository a private one, if it is new")
     revision: str | None = _option(None, "branch of it to upload to; default main")
