@@ -11,12 +11,16 @@ import inspect
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache as cached
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
@@ -100,6 +104,15 @@ class HLAModelMixin:
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return cls.base_class._can_set_experts_implementation()  # found out from the source of a class's module
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if Path(save_directory, "config.json").exists():
+            write_card(self, Path(save_directory))
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args, **kwargs) -> Any:
+        write_card(self, Path(working_dir))  # where Transformers has put an empty one
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -521,6 +534,56 @@ def _hla_method(model: PreTrainedModel, name: str):
     if not hasattr(model, name):
         raise ValueError(f"{type(model).__name__} is not an HLA model, so it has no {name}")
     return getattr(model, name)
+
+
+# ---- the card of a model that is saved from Python ----------------------------------------
+
+_TASKS = {
+    "ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification", "ForQuestionAnswering": "question-answering",
+}  # fmt: skip
+_CARD = """---
+{data}
+---
+# {name}
+
+A model whose softmax attention was replaced by Higher-order Linear Attention
+([arXiv 2510.27258](https://arxiv.org/abs/2510.27258)): what it remembers of a text does not grow with it.
+
+```python
+from transformers import {auto_class}, AutoTokenizer
+
+model = {auto_class}.from_pretrained("PATH_OR_REPOSITORY", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPOSITORY", trust_remote_code=True)
+```
+
+| field | value |
+|---|---|
+{settings}
+"""
+
+
+def write_card(model: PreTrainedModel, directory: Path) -> None:
+    """Writes README.md, unless someone has written one: what the model is, whence it comes and how it is loaded."""
+    path = directory / "README.md"
+    if path.exists() and "This model card has been automatically generated." not in path.read_text():
+        return
+    origin, source = {"license": "unknown"}, model.config.name_or_path
+    if Path(source, "README.md").is_file():
+        inherited = ModelCard.load(Path(source, "README.md"), ignore_metadata_errors=True).data.to_dict()
+        names = ("base_model", "license", "license_name", "license_link", "language")
+        origin |= {name: inherited[name] for name in names if inherited.get(name)}
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():
+        origin |= {"base_model": source, "base_model_relation": "finetune"}
+    head = next((x for x in _TASKS if type(model).__name__.endswith(x)), "")
+    tags = ["hla", "higher-order-linear-attention", "linear-attention"]
+    data = ModelCardData(
+        library_name="transformers", pipeline_tag=_TASKS.get(head, "feature-extraction"), tags=tags, **origin
+    )
+    fields = ((x.name, getattr(model.config, x.name)) for x in dataclasses.fields(HLAConfigMixin))
+    settings = "\n".join(f"| `{name}` | `{value}` |" for name, value in fields)
+    name, auto_class = directory.resolve().name, f"AutoModel{head}"
+    path.write_text(_CARD.format(data=data.to_yaml(), name=name, auto_class=auto_class, settings=settings))
 
 
 def _replace_config(model: PreTrainedModel, config_class: type, **settings) -> None:

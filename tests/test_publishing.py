@@ -109,6 +109,38 @@ def test_both_commands_upload_what_loads_by_name(hub, tmp_path):
         assert float(online) == float(offline) == pytest.approx(logits.double().sum().item(), rel=1e-6)
 
 
+PUSH = """
+import sys
+import transformers
+if sys.argv[1] == "base":
+    from hla_hf import to_hla
+    model = to_hla(transformers.LlamaForCausalLM.from_pretrained("base"), hla_window=8)
+else:
+    sys.modules["hla_hf"] = None
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[1], trust_remote_code=True)
+getattr(model, "save_pretrained" if sys.argv[3:] else "push_to_hub")(sys.argv[2], **dict.fromkeys(sys.argv[3:], True))
+"""
+
+
+def test_a_push_from_python_has_a_card_of_its_own(hub, tmp_path, monkeypatch):
+    hub.call("-c", PUSH, "base", "user/first")
+    hub.call("-c", PUSH, "user/first", "second", "push_to_hub")  # where the package cannot be imported
+    cards = {x: ModelCard(hub.repositories[f"user/{x}"]["main"]["README.md"].decode()) for x in ("first", "second")}
+    first, second = cards["first"].data, cards["second"].data
+    assert (first.license, first.language, first.pipeline_tag) == ("apache-2.0", ["en", "fr"], "text-generation")
+    assert (second.license, second.base_model, second.pipeline_tag) == ("unknown", "user/first", "text-classification")
+    assert "| `hla_window` | `8` |" in cards["first"].text and "automatically generated" not in cards["first"].text
+    assert "AutoModelForSequenceClassification.from_pretrained" in cards["second"].text
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+    for card in cards.values():
+        assert {"hla", "linear-attention"} <= set(card.data.tags)
+        card.validate()
+    files = hub.repositories["user/first"]["main"]
+    hub.commit("user/first", "main", files | {"README.md": CARD.encode()})
+    hub.call("-c", PUSH, "base", "user/first")
+    assert "# Base" in hub.repositories["user/first"]["main"]["README.md"].decode()  # someone's own stays
+
+
 def test_a_second_upload_replaces_the_first(hub, tmp_path):
     upload = ["--push-to-hub", "user/tiny-hla"]
     hub.call(*converting("--output", "one", *upload))
