@@ -15,7 +15,6 @@ from pathlib import Path
 sys.modules["hla_hf"] = None  # from here on importing the package fails: the directory must be enough
 
 import torch  # noqa: E402
-from serving import cache_bytes, measure, read  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,6 +23,8 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerBase,
     TextStreamer,
 )
+
+from conversion.serving import cache_bytes, measure, read  # noqa: E402
 
 
 FACT = "\nThe wifi password of the guest house is 74163.\n"

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 from ops import Device, medians
-from serving import read
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel, StaticCache
 
 import hla_hf  # noqa: F401  registers the HLA architectures
 from conversion.convert import load_base
+from conversion.serving import read
 
 
 def decoding_step(model: PreTrainedModel, token: Tensor, cache: Cache) -> Callable[[], None]:

@@ -8,23 +8,21 @@ retrieval by length and depth, cache bytes and speed. Prints tables; writes them
 """
 
 import argparse
-import copy
 import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from random import Random
-from typing import NamedTuple
 
 import torch
-from serving import cache_bytes, measure, read
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hla_hf  # noqa: F401  registers the HLA architectures
 from conversion.convert import load_base
 from conversion.evaluate import divergence, mean_over_rows, token_losses
+from conversion.recall import WORDINGS, encode, evenly_spaced_rows, recall
+from conversion.serving import measure
 from conversion.text import read_tokens
 from conversion.transfer import hla_parameters
 
@@ -32,28 +30,8 @@ from conversion.transfer import hla_parameters
 POSITIONS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 SUBJECTS = ["base", "HLA", "window only"]
-TOKENS_AT_ONCE = 32768  # in one batch of recall
 
 
-class Wording(NamedTuple):
-    """Sentences of a fact, each with a number of its own, and the words that the first one's number completes."""
-
-    sentences: tuple[str, ...]
-    question: str
-
-
-WORDINGS = {
-    "passkey": Wording(("The pass key is {key}. Remember it. {key} is the pass key.",), "The pass key is"),
-    "vault": Wording(("To open the vault, dial {key}.",), "To open the vault, dial"),
-    "attributes": Wording(
-        (
-            "Clara's locker number is {key}.",
-            "Bruno's house number is {key}.",
-            "The number of Alice's bank account is {key}.",
-        ),
-        "Clara's locker number is",
-    ),
-}
 IN_FILLER = {"passkey in filler": WORDINGS["passkey"]._replace(question="What is the pass key? The pass key is")}
 
 
@@ -77,83 +55,6 @@ def by_position(losses: Tensor) -> dict[str, float]:
     """Perplexity of the tokens whose number of predecessors lies in each range, from losses `[N, T - 1]`."""
     ranges = [(a, b) for a, b in itertools.pairwise(POSITIONS) if a < losses.shape[1]]
     return {f"{a}-{b}": losses[:, a:b].mean().exp().item() for a, b in ranges}
-
-
-def evenly_spaced_rows(tokens: Tensor, num_rows: int, length: int) -> Tensor:
-    """`[num_rows, length]` of the text `tokens [T]`, from its start to its end; they overlap where it is short."""
-    if len(tokens) < length:
-        raise ValueError(f"the text has {len(tokens)} tokens, fewer than one context of {length}")
-    return torch.stack([tokens[i : i + length] for i in torch.linspace(0, len(tokens) - length, num_rows).long()])
-
-
-def with_facts(
-    text: Tensor,
-    tokenizer: PreTrainedTokenizerBase,
-    depths: Sequence[float],
-    wordings: dict[str, Wording],
-    seed: str,
-) -> tuple[list[int], dict[str, str]]:
-    """`text [T]` with a fact of each wording at its depth, its end left out so that the longest question fits, and the
-    number that each question asks for."""
-    random, facts, keys = Random(seed), [], {}
-    for (name, wording), depth in zip(wordings.items(), itertools.cycle(depths)):
-        numbers = [str(random.randrange(10_000, 100_000)) for _ in wording.sentences]
-        keys[name] = numbers[0]
-        sentences = [sentence.format(key=key) for sentence, key in zip(wording.sentences, numbers, strict=True)]
-        random.shuffle(sentences)
-        facts.append((depth, _encode(tokenizer, "\n" + " ".join(sentences) + "\n")))
-    longest = max(len(_encode(tokenizer, "\n" + wording.question)) for wording in wordings.values())
-    room = len(text) - longest - sum(len(fact) for _, fact in facts)
-    if room < 0:
-        raise ValueError(f"a context of {len(text)} tokens is too short for the facts and their questions")
-    row, taken = [], 0
-    for depth, fact in sorted(facts, key=lambda fact: fact[0]):
-        row += text[taken : int(depth * room)].tolist() + fact
-        taken = int(depth * room)
-    return row + text[taken:room].tolist(), keys
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False).input_ids
-
-
-@torch.no_grad()
-def recall(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text: Tensor,
-    depths: Sequence[float] = (0.1, 0.5, 0.9),
-    wordings: dict[str, Wording] = WORDINGS,
-) -> tuple[dict[str, dict[float, float]], int]:
-    """By wording and depth, the share of trials in which greedy decoding gives the number that was stated at that depth
-    of the context, and the cache's bytes per row after reading it. The trials are the rows of `text [N, T]`.
-
-    A context states a fact of every wording, each at another depth, so that it is read once for all questions; there
-    are as many contexts per trial as depths, and each wording stands at each depth in one of them.
-    """
-    found = {name: dict.fromkeys(depths, 0) for name in wordings}
-    shifts = [[*depths[i:], *depths[:i]] for i in range(len(depths))]
-    contexts = [
-        (shift, *with_facts(row, tokenizer, shift, wordings, f"{trial} {i}"))
-        for trial, row in enumerate(text)
-        for i, shift in enumerate(shifts)
-    ]
-    steps = len(_encode(tokenizer, " 98765")) + 1
-    at_once = max(1, TOKENS_AT_ONCE // text.shape[1])
-    for batch in (contexts[i : i + at_once] for i in range(0, len(contexts), at_once)):
-        cache = read(model, torch.tensor([row for _, row, _ in batch]))[1]
-        size = cache_bytes(cache) // len(batch)
-        for index, (name, wording) in enumerate(wordings.items()):
-            question = torch.tensor([_encode(tokenizer, "\n" + wording.question)] * len(batch))
-            token, copied = read(model, question, copy.deepcopy(cache))
-            tokens = [token]
-            for _ in range(steps - 1):
-                token, copied = read(model, token, copied)
-                tokens.append(token)
-            for (shift, _, keys), answer in zip(batch, torch.cat(tokens, 1), strict=True):
-                correct = tokenizer.decode(answer).strip().startswith(keys[name])
-                found[name][shift[index % len(shift)]] += correct
-    return {name: {depth: n / len(text) for depth, n in at.items()} for name, at in found.items()}, size
 
 
 @torch.no_grad()
@@ -188,7 +89,7 @@ def recall_texts(
     text: Tensor, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], trials: int
 ) -> dict[int, dict[str, Tensor]]:
     """For every length the running text of the trials, from `text [T]`, and a row of repeated filler."""
-    filler = torch.tensor([_encode(tokenizer, FILLER * (max(lengths) // 16 + 1))])
+    filler = torch.tensor([encode(tokenizer, FILLER * (max(lengths) // 16 + 1))])
     return {n: {"text": evenly_spaced_rows(text, trials, n), "filler": filler[:, :n]} for n in lengths}
 
 

@@ -101,10 +101,17 @@ def settings_table(settings: dict) -> str:
     return "\n".join(f"| `{name}` | `{value}` |" for name, value in settings.items())
 
 
+def describe_memory(size: dict[str, int]) -> str:
+    """What is remembered beside what the base remembers: `context` tokens, bytes of the `model` and the `base`."""
+    model, base = (size[x] / 1e6 for x in ("model", "base"))
+    return f"Of {size['context']:,} tokens it remembers {model:.3g} MB, the base model {base:.3g} MB."
+
+
 MEASURES = {
     "kl": "KL to the base model (nats per token)",
     "top1": "top-1 agreement with the base model",
     "perplexity": "perplexity",
+    "recall": "facts found in running text (share)",
 }
 
 
@@ -118,14 +125,14 @@ def model_card(report: dict, origin: Origin, data: Sequence[str], repository: st
     measured = {key: title for key, title in MEASURES.items() if key in report["after"]}
     rows = []
     for key, title in measured.items():
-        values = (report["base"].get(key, ""), report["before"][key], report["after"][key])
+        values = (report[when].get(key, "") for when in ("base", "before", "after"))
         rows.append(f"| {title} | " + " | ".join(f"{x:.4g}" if x != "" else "" for x in values) + " |")
-    texts = dict.fromkeys(measured, "held-out text") | {"perplexity": report["eval_text"]}
+    texts = dict.fromkeys(measured, "held-out text") | dict.fromkeys(("perplexity", "recall"), report["eval_text"])
     measures = [Measure(key, title, report["after"][key], texts[key]) for key, title in measured.items()]
     return fill(
         "template.md", front_matter=front_matter(report["name"], origin, data, measures), name=report["name"],
         base_model=origin.base_model or report["source"], license=describe_license(origin), command=report["command"],
         repository=repository or "PATH_OR_REPOSITORY", rows="\n".join(rows), settings=settings_table(report["hla"]),
-        text=report["text"], evaluation=report["evaluation"],
+        text=report["text"], evaluation=report["evaluation"], memory=describe_memory(report["bytes"]),
         losses=", ".join(f"{x:.3f}" for x in report["layer_losses"]) or "not trained",
     )  # fmt: skip

@@ -23,12 +23,13 @@ from hla_hf.layer_hla import hla_attentions
 
 from . import thread_report
 from .card import model_card, origin_of
-from .evaluate import agreement_with_base, perplexity
+from .evaluate import agreement_with_base, perplexity, remembered_bytes
 from .facts import DESCRIPTION, fact_rows
 from .hub import check_upload, upload
 from .keep import change_settings, keep_softmax, layer_costs, spread_slots
 from .load import load_base, load_model, load_tokenizer, working_copy
 from .progress import shown
+from .recall import WORDINGS, recall
 from .settings import Conversion, parse_arguments, without_folders
 from .text import read_tokens, sample_tokens
 from .transfer import Interrupted, hla_parameters, transfer_attention
@@ -170,6 +171,19 @@ def measure(model: PreTrainedModel, texts: Texts) -> dict[str, float]:
     return result | ({} if texts.evaluation is None else {"perplexity": perplexity(model, texts.evaluation)})
 
 
+def found_facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, texts: Texts) -> dict[str, float]:
+    """`recall`: the share of facts found, three wordings at three depths of the first context of the text to evaluate
+    on; nothing without such a text or if it is too short for them."""
+    if texts.evaluation is None or tokenizer is None:
+        return {}
+    try:
+        found, _ = recall(model, tokenizer, texts.evaluation[:1])
+    except ValueError:
+        return {}
+    shares = [share for at in found.values() for share in at.values()]
+    return {"recall": sum(shares) / len(shares)}
+
+
 def train_parameters(conversion: Conversion, model: PreTrainedModel, texts: Texts, kept: dict | None) -> list[float]:
     """Attention transfer in float32. Returns each layer's loss; both what is stopped and what is finished is kept.
 
@@ -243,13 +257,14 @@ def _convert(conversion: Conversion) -> dict:
     before, base = measure(model, texts), {}
     if texts.evaluation is not None:
         with softmax_attention(model):
-            base["perplexity"] = perplexity(model, texts.evaluation)
+            base = {"perplexity": perplexity(model, texts.evaluation)} | found_facts(model, tokenizer, texts)
     losses = train_parameters(conversion, model, texts, kept) if conversion.steps and layers else []
     costs = keep_costly_layers(conversion, model, texts, layers) if conversion.keep_softmax else []
     after = before
     if conversion.steps or conversion.keep_softmax:
         print("evaluating after training", flush=True)
         after = measure(model, texts)
+    after = after | found_facts(model, tokenizer, texts)
     report = {
         "name": Path(conversion.output).name,
         "source": without_folders(conversion.source),
@@ -262,6 +277,7 @@ def _convert(conversion: Conversion) -> dict:
         "base": base,
         "before": before,
         "after": after,
+        "bytes": remembered_bytes(model),
         "layers": layers,
         "layer_losses": losses,
         "layer_costs": costs,
@@ -287,6 +303,8 @@ def describe_evaluation(conversion: Conversion, texts: Texts) -> str:
     if texts.evaluation is not None:
         name = without_folders(conversion.eval_file)
         text += f"; perplexity: {texts.evaluation.numel()} tokens of {name}, context {conversion.eval_len}"
+        text += f"; recall: numbers stated in its first {conversion.eval_len} tokens and asked for at their end, "
+        text += f"{len(WORDINGS)} wordings at 3 depths"
     return text
 
 
@@ -339,8 +357,10 @@ def print_report(report: dict) -> None:
             print(f"{layer:5}   {costs[0]:.5f}  {costs[1]:.5f}{kept}")
     print(f"\n{'':14}{'before':>10}{'after':>10}{'base':>10}")
     for key in report["after"]:
-        values = (report["before"][key], report["after"][key], report["base"].get(key))
+        values = (report[when].get(key) for when in ("before", "after", "base"))
         print(f"{key:14}" + "".join(f"{'':>10}" if x is None else f"{x:10.4f}" for x in values))
+    size = report["bytes"]
+    print(f"\nremembered of {size['context']:,} tokens: {size['model']:,} bytes, by the base {size['base']:,}")
 
 
 def main(arguments: list[str] | None = None) -> None:

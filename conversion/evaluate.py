@@ -1,11 +1,15 @@
-"""How close a converted model is to its base: KL, top-1 agreement, perplexity."""
+"""How close a converted model is to its base: KL, top-1 agreement, perplexity; and what both remember."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hla_hf import softmax_attention
+from hla_hf.cache_hla import LayerTokens
+from hla_hf.layer_hla import HLALayer, hla_attentions
+
+from .serving import layer_bytes
 
 
 def log_probs(model: PreTrainedModel, row: Tensor) -> Tensor:
@@ -53,3 +57,20 @@ def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def perplexity(model: PreTrainedModel, tokens: Tensor) -> float:
     """exp of the mean next-token loss over rows `tokens [N, T]`."""
     return token_losses(model, tokens).mean().exp().item()
+
+
+@torch.no_grad()
+def remembered_bytes(model: PreTrainedModel, context: int = 4096) -> dict[str, int]:
+    """Bytes of the cache of one row of `context` tokens: of the `base` and of the `model`; and that context."""
+    config, sizes, memory = model.config, [], {"device": "meta", "dtype": model.dtype}  # nothing is computed
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in DynamicCache(config=config).layers:
+        layer.update(*[torch.empty(1, config.num_key_value_heads, context, head_dim, **memory)] * 2)
+        sizes.append(layer_bytes(layer))
+    base = sum(sizes)
+    for attention in hla_attentions(model):
+        settings = attention.hla.settings
+        q, k = (torch.empty(1, n, 1, settings.head_dim, **memory) for n in (settings.heads, settings.key_value_heads))
+        _, state = HLALayer(settings, **memory)(LayerTokens(q, k, k, q, k))  # its size from the first token on
+        sizes[attention.layer_idx] = sum(x.numel() * x.element_size() for x in state if x is not None)
+    return {"context": context, "base": base, "model": sum(sizes)}

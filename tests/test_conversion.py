@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from conversion import convert as command
 from conversion import transfer
-from conversion.evaluate import agreement_with_base, divergence, log_probs, perplexity
+from conversion.evaluate import agreement_with_base, divergence, log_probs, perplexity, remembered_bytes
 from conversion.keep import layer_costs, only_hla_layer, spread_slots
 from conversion.load import working_copy
+from conversion.serving import cache_bytes, read
 from conversion.settings import SLOTS
 from conversion.text import read_tokens, sample_tokens
 from conversion.transfer import hla_parameters, layer_losses, score_error, transfer_attention, visit_attention
@@ -135,6 +136,10 @@ def test_every_architecture_converts_and_keeps_its_weights(model_type, converted
     report = json.loads((converted(model_type)[1] / "conversion.json").read_text())
     assert report["layers"] == model.config.hla_layer_ids and len(report["layer_losses"]) == len(report["layers"]) > 0
     assert {"kl", "top1"} <= report["before"].keys() and {"kl", "top1"} <= report["after"].keys()
+    assert report["bytes"] == remembered_bytes(model)
+    sizes = {"context": ids.shape[1], "model": cache_bytes(read(model, ids)[1])}
+    with softmax_attention(model):
+        assert remembered_bytes(model, ids.shape[1]) == sizes | {"base": cache_bytes(read(model, ids)[1])}
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

@@ -198,7 +198,7 @@ def card_of(directory, hub, monkeypatch):
 
 def test_the_front_matter_says_where_a_model_comes_from(hub, tmp_path, monkeypatch, tokenizer):  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    evaluation = ["--eval-file", "text.txt", "--eval-len", "64", "--eval-tokens", "128"]
+    evaluation = ["--eval-file", "text.txt", "--eval-len", "256", "--eval-tokens", "512"]
     convert_main([*converting("--output", "hla", *evaluation)[2:]])
     card, report = card_of(tmp_path / "hla", hub, monkeypatch), json.loads(Path("hla/conversion.json").read_text())
     data = card.data
@@ -210,7 +210,13 @@ def test_the_front_matter_says_where_a_model_comes_from(hub, tmp_path, monkeypat
     assert (
         values["kl"] == ("held-out text", round(report["after"]["kl"], 4)) and values.keys() == report["after"].keys()
     )
-    assert "that of the base model, apache-2.0" in card.text
+    assert values["recall"] == ("text.txt", report["after"]["recall"]) and 0 <= report["base"]["recall"] <= 1
+    assert "that of the base model, apache-2.0" in card.text and "| facts found in running text (share) |" in card.text
+    size = report["bytes"]
+    assert (
+        f"Of 4,096 tokens it remembers {size['model'] / 1e6:.3g} MB, the base model {size['base'] / 1e6:.3g}"
+        in card.text
+    )
 
     (tmp_path / "base" / "README.md").unlink()
     convert_main([*converting("--output", "unknown")[2:]])

@@ -9,7 +9,8 @@ from accelerate.utils import DistributedType
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from conversion.card import Measure, describe_license, fill, front_matter, origin_of, settings_table
+from conversion.card import Measure, describe_license, describe_memory, fill, front_matter, origin_of, settings_table
+from conversion.evaluate import remembered_bytes
 from conversion.load import file_beside, load_model
 from conversion.settings import without_folders
 from conversion.write import try_writing, write_model, written_beside
@@ -45,7 +46,7 @@ def export(run: Run, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> 
     plot(progress, output / "curves.png")
     with written_beside(output / "model") as partial:
         write_model(model, tokenizer, partial)
-        private = ("output", "resume", "push_to_hub", "private", "revision")
+        private = ("output", "resume", "quiet", "push_to_hub", "private", "revision")
         published = {k: without_folders(v) for k, v in progress.recipe.items() if k not in private}
         (partial / "training.json").write_text(json.dumps(progress.as_dict() | {"recipe": published}, indent=1) + "\n")
         shutil.copy(output / "curves.png", partial)
@@ -128,5 +129,5 @@ def model_card(recipe: Recipe, model: PreTrainedModel, progress: Progress, publi
         trained=trained[recipe.train], objective=" + ".join(objective), tokens=progress.tokens,
         data=", ".join(published["data"]), steps=progress.exported_step, skipped=progress.skipped,
         rows="\n".join(rows), recipe="\n".join(f"{k}: {json.dumps(v)}" for k, v in published.items()),
-        settings=settings_table(hla),
+        settings=settings_table(hla), memory=describe_memory(remembered_bytes(model)),
     )  # fmt: skip

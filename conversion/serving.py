@@ -7,16 +7,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import Cache, LlamaModel, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 
 # the name of the argument and of the output in this release of Transformers
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 
+def layer_bytes(layer: CacheLayerMixin) -> int:
+    """Bytes of every tensor that a layer of a cache holds."""
+    return sum(x.numel() * x.element_size() for x in tree_leaves(vars(layer)) if isinstance(x, Tensor))
+
+
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of every tensor that a cache's layers hold."""
-    tensors = [x for layer in cache.layers for x in tree_leaves(vars(layer)) if isinstance(x, Tensor)]
-    return sum(x.numel() * x.element_size() for x in tensors)
+    """Those of all layers."""
+    return sum(map(layer_bytes, cache.layers))
 
 
 @torch.no_grad()
