@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-OLDEST ?= 5.17.0
+OLDEST ?= $(shell sed -nE 's/.*"transformers>=([0-9.]+),.*/\1/p' pyproject.toml)
 BIN = $(VENV)/bin
 OUT ?= out
 # Threads that spin while they wait make everything ten times slower beside another job.

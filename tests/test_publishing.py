@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hub import running_hub
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
@@ -258,3 +260,18 @@ def test_a_base_and_an_adapter_on_the_hub(hub, tmp_path):
     merged, weights = model.merge_and_unload().state_dict(), load_file(tmp_path / "adapted" / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(weights[name], merged[name])
+
+
+def test_the_workflow_calls_what_exists_on_the_oldest_transformers_declared():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert set(job["strategy"]["matrix"]["transformers"]) == {"oldest", "newest"}
+    pin, run = (step["run"] for step in job["steps"] if "run" in step)
+    assert os.access(ROOT / run, os.X_OK)
+    command = pin.split("$(")[1].split(')"')[0]
+    oldest = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    makefile = (ROOT / "Makefile").read_text()
+    assert f'"transformers>={oldest.strip()},<' in (ROOT / "pyproject.toml").read_text() and oldest.count("\n") == 1
+    assert f"OLDEST ?= $(shell {command})" in makefile and "$(PIN)" in makefile and "PIN=transformers==" in pin
+    for target in re.findall(r"make (\S+)", (ROOT / run).read_text()):
+        assert f"\n{target}: " in makefile
