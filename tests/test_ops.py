@@ -10,6 +10,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import MODES, stepwise_logits, tiny_model, tokens
 
 import hla_hf
 from hla_hf import ahla, causal_linear_attention, feature_map, hla2, hla3, hla3_published, ops_hla, scan
@@ -912,6 +913,36 @@ def test_kernels_with_padding_documents_and_carried_state(name, window, given, d
     assert_same_function(out, expected, [q, k, v], 10 * kernels.precision)
     for a, b in zip(state, end, strict=True):
         assert_close(a.cpu(), b, 10 * kernels.precision)
+
+
+@pytest.mark.parametrize("mode", ["pure", "windowed", "slots"])
+def test_kernels_in_a_model(mode, kernels, monkeypatch):
+    """Prefill, tokens of decoding that go on from the kernels' states, and more tokens at once, with padding."""
+    model = tiny_model(dtype=torch.float32, hla_operator="hla2", hla_feature_map="hedgehog", **MODES[mode])
+    ids, mask, steps = tokens(2, 36), torch.ones(2, 36, dtype=torch.long), [24, 1, 1, 10]
+    mask[0, :5] = 0
+    logits, _ = stepwise_logits(model.to(kernels.device), ids.to(kernels.device), steps, mask.to(kernels.device))
+    assert kernels.called
+    monkeypatch.setattr(ops_hla, "BACKEND", "torch")
+    expected, _ = stepwise_logits(model.to("cpu", torch.float64), ids, steps, mask)
+    assert_close(logits.cpu()[mask == 1], expected[mask == 1], 100 * kernels.precision)
+
+
+@pytest.mark.parametrize("window", [None, "windowed", "slots"])
+def test_kernels_are_given_tensors_without_a_wait(window, monkeypatch):
+    """On the meta device, where a look at a value raises; the kernels themselves are stood in for."""
+    monkeypatch.setattr(ops_hla, "_fla_kernels", lambda: (stand_in, stand_in))
+    monkeypatch.setattr(ops_hla, "BACKEND", "fla")
+    q, k, v = tensors_of(*(x.to("meta") for x in make_inputs(dtype=torch.bfloat16)))
+    options = {"attention_mask": make_mask("left").to("meta"), "segment_ids": make_segments().to("meta")}
+    function = hla3
+    if window is not None:
+        function, parameters = windowed_attention, windowed_settings("hla3", "query", None)
+        moved = {n: x.to("meta", torch.float32) if isinstance(x, torch.Tensor) else x for n, x in parameters.items()}
+        options |= moved | WINDOWED | WINDOWS[window] | {"operator": "hla3"}
+    out, state = function(q, k, v, return_state=True, **options)
+    assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in states_of_passes(state))
+    assert all(x.is_meta for x in gradients(out, [q, k, v], torch.empty_like(out)))
 
 
 def test_kernels_with_strong_decay(kernels):
