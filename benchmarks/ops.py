@@ -15,27 +15,33 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hla_hf import ops_hla
 from hla_hf.cache_hla import LayerTokens
+from hla_hf.configuration_hla import config_class
 from hla_hf.layer_hla import HLALayer, LayerSettings
 from hla_hf.ops_hla import ahla, causal_linear_attention, hla2, hla3
-from hla_hf.window_hla import LayerState, WindowSettings
+from hla_hf.window_hla import LayerState
 
 
 CHUNK_SIZE = 64
-WINDOW, SINKS = 64, 4
 LOOP_LENGTH = 2048  # the token loop is timed up to here
+
+
+def default_settings(heads: int, kv_heads: int, dim: int) -> LayerSettings:
+    config = config_class("llama")(
+        num_hidden_layers=1, hidden_size=heads * dim, num_attention_heads=heads, num_key_value_heads=kv_heads
+    )
+    return LayerSettings.of(config, SimpleNamespace(layer_idx=0, head_dim=dim, scaling=dim**-0.5))
 
 
 @cache
 def default_layer(heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> HLALayer:
-    window = WindowSettings(WINDOW, SINKS, signed=False)
-    options = (CHUNK_SIZE, heads, kv_heads, dim, dim**-0.5, window, False)
-    layer = HLALayer(LayerSettings("linear", "hedgehog", "mass", None, "query", 0.0, *options), device, dtype)
+    layer = HLALayer(default_settings(heads, kv_heads, dim), device, dtype)
     layer.reset()
     return layer
 
@@ -78,9 +84,10 @@ def flops(name: str, heads: int, kv_heads: int, length: int, dim: int) -> float:
     """Of a forward pass, multiplications and additions."""
     if name == "softmax":
         return 2 * 2 * heads * dim * length**2 / 2
-    if name == "window":  # features of 2 dim, their two products, and what a token sees
+    if name == "window":  # features of 2 dim, their products, and those of what a token sees by softmax
+        window = default_settings(heads, kv_heads, dim).window
         features = (heads + kv_heads) * dim**2 + heads * CHUNK_SIZE / 2 * 3 * dim + (heads + kv_heads) * 2 * dim**2
-        return 2 * length * (features + 2 * heads * dim * min(WINDOW + SINKS, length))
+        return 2 * length * (features + 2 * heads * dim * min(window.window + window.num_sinks, length))
     state_heads = {"linear": [kv_heads], "hla2": [kv_heads, heads], "ahla": [kv_heads, heads]}.get(
         name, [kv_heads, kv_heads, heads]
     )
