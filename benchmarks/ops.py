@@ -1,7 +1,8 @@
-"""Speed and memory of the operators, beside causal softmax attention and the paper's five-summary token loop.
+"""Speed and memory of the operators and of a model's default layer (`window`), beside causal softmax attention and the
+paper's five-summary token loop.
 
     python benchmarks/ops.py --device cpu --threads 2
-    python benchmarks/ops.py --device cuda --dtype bfloat16
+    python benchmarks/ops.py --device cuda --dtype bfloat16 [--backend torch]
 
 Prints tables and writes ops-DEVICE.json and ops-DEVICE.png to --output. Times are medians of runs that take turns, so
 that a busy machine slows all of them. Products within a chunk are counted by their causal half.
@@ -12,17 +13,49 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from hla_hf import ops_hla
+from hla_hf.cache_hla import LayerTokens
+from hla_hf.configuration_hla import config_class
+from hla_hf.layer_hla import HLALayer, LayerSettings
 from hla_hf.ops_hla import ahla, causal_linear_attention, hla2, hla3
+from hla_hf.window_hla import LayerState
 
 
-OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
 CHUNK_SIZE = 64
 LOOP_LENGTH = 2048  # the token loop is timed up to here
+
+
+def default_settings(heads: int, kv_heads: int, dim: int) -> LayerSettings:
+    config = config_class("llama")(
+        num_hidden_layers=1, hidden_size=heads * dim, num_attention_heads=heads, num_key_value_heads=kv_heads
+    )
+    return LayerSettings.of(config, SimpleNamespace(layer_idx=0, head_dim=dim, scaling=dim**-0.5))
+
+
+@cache
+def default_layer(heads: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype) -> HLALayer:
+    layer = HLALayer(default_settings(heads, kv_heads, dim), device, dtype)
+    layer.reset()
+    return layer
+
+
+def default_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, initial_state: LayerState | None = None,
+    return_state: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, LayerState]:  # fmt: skip
+    layer = default_layer(q.shape[1], k.shape[1], q.shape[3], q.device, q.dtype)
+    out, state = layer(LayerTokens(q, k, v, q, k), initial_state, in_place=True)
+    return (out, state) if return_state else out
+
+
+OPERATORS = {"window": default_attention, "linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
 
 
 def five_summaries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -51,6 +84,10 @@ def flops(name: str, heads: int, kv_heads: int, length: int, dim: int) -> float:
     """Of a forward pass, multiplications and additions."""
     if name == "softmax":
         return 2 * 2 * heads * dim * length**2 / 2
+    if name == "window":  # features of 2 dim, their products, and those of what a token sees by softmax
+        window = default_settings(heads, kv_heads, dim).window
+        features = (heads + kv_heads) * dim**2 + heads * CHUNK_SIZE / 2 * 3 * dim + (heads + kv_heads) * 2 * dim**2
+        return 2 * length * (features + 2 * heads * dim * min(window.window + window.num_sinks, length))
     state_heads = {"linear": [kv_heads], "hla2": [kv_heads, heads], "ahla": [kv_heads, heads]}.get(
         name, [kv_heads, kv_heads, heads]
     )
@@ -231,6 +268,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 4096, 8192, 32768, 65536])
     parser.add_argument("--shapes", nargs="+", default=["9,3,64", "9,3,128", "32,8,64", "32,8,128"], help="H,Hkv,d")
     parser.add_argument("--operators", nargs="+", default=list(OPERATORS), choices=list(OPERATORS))
+    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "fla"], help="default: as models choose")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
         "--limit", type=float, default=10, help="seconds: what takes longer is not timed at more tokens"
@@ -240,8 +278,12 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    ops_hla.BACKEND = args.backend
     device, rows = Device(args.device), []
-    print(f"torch {torch.__version__}, {args.device}, {args.dtype}, {torch.get_num_threads()} threads")
+    print(
+        f"torch {torch.__version__}, {args.device}, {args.dtype}, {torch.get_num_threads()} threads, "
+        f"backend {args.backend}"
+    )
     print("after a time: softmax attention's time / this time, fraction of the rate of a large matrix product")
     for shape in (tuple(int(x) for x in text.split(",")) for text in args.shapes):
         rows += passes(args, device, shape, backward=False) + passes(args, device, shape, backward=True)

@@ -29,6 +29,7 @@ OPERATORS = ("linear", "ahla", "hla2", "hla3")
 FEATURE_MAPS = ("identity", "softmax", "elu", "relu", "hedgehog")
 EPS = 1e-6
 MAX_LOG_SIZE = 8.0
+FORGET = -110.0  # exp of it is 0 in fp32
 
 Decay = None | float | Tensor
 State = tuple[Tensor, ...]
@@ -189,9 +190,13 @@ def _fla_kernels() -> tuple[Callable, Callable] | None:
     return chunk_simple_gla, fused_recurrent_simple_gla
 
 
-def _use_fla(q: Tensor) -> bool:
+def use_fla(q: Tensor) -> bool:
+    """Whether kernels evaluate the primitive over a sequence q `[B, H, T, d]`; one token has nothing to gain."""
+    if q.shape[2] == 1:
+        return False
     if BACKEND == "auto":
-        return q.is_cuda and not torch.compiler.is_compiling() and _fla_kernels() is not None
+        eager = not torch.compiler.is_compiling()
+        return eager and q.is_cuda and q.dtype != torch.float64 and _fla_kernels() is not None
     return BACKEND == "fla"
 
 
@@ -205,7 +210,7 @@ def _attend_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state
     state = None if state is None else repeat_heads(state, q.shape[2]).contiguous()
     kernel = _fla_kernels()[form == "recurrent"]
     out, state = kernel(q, k, v, g=log_decay, scale=1.0, initial_state=state, output_final_state=True)
-    return out.transpose(1, 2), state[:, :: q.shape[2] // state_heads]
+    return out.transpose(1, 2), state[:, :: q.shape[2] // state_heads].contiguous()  # a view would keep all heads
 
 
 # ---- a sequence as blocks of chunks ----------------------------------------
@@ -314,6 +319,15 @@ def block_weights(decays: Sequence[Tensor | None], block: Block, runs: Tensor | 
     return [made[id(x)] for x in decays]
 
 
+def document_decays(decays: Sequence[Tensor | None], block: Block, runs: Tensor | None) -> Sequence[Tensor | None]:
+    """Kernels know no documents: at the first token of each everything decays, down to 0."""
+    if runs is None:
+        return decays
+    part = slice(block.start, block.start + block.length)
+    begins = (runs[:, part] != pad(runs, (1, 0))[:, part])[:, None]
+    return [begins * FORGET if x is None else torch.where(begins, FORGET, x) for x in decays]
+
+
 def no_autocast(x: Tensor) -> AbstractContextManager:
     """States and what is summed into them keep their dtype under autocast."""
     kind = x.device.type
@@ -337,13 +351,22 @@ class Passes:
 
 
 class FlaPasses(Passes):
-    """The same by kernels, over a whole sequence; `weights` are the decays."""
+    """The same by kernels, over tokens that are not folded; `weights` are the decays."""
 
     form = "chunk"
 
     def __call__(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, self.states[i] = _attend_fla(q, k, v, self.weights[i], self.states[i], self.form)
         return out
+
+
+def passes_of(
+    states: Sequence[Tensor | None], decays: Sequence[Tensor | None], block: Block, runs: Tensor | None, by_fla: bool
+) -> Passes:
+    """`attend` for a block, of one chunk if `by_fla`: the choice that `use_fla` made."""
+    if by_fla:
+        return FlaPasses(states, document_decays(decays, block, runs))
+    return Passes(states, block_weights(decays, block, runs), block.chunks)
 
 
 def _linear(attend, q, k, v):
@@ -548,8 +571,8 @@ class OperatorCall:
 def _blockwise(call: OperatorCall) -> tuple[Tensor, Sequence[Tensor]]:
     """The chunk and the recurrent form."""
     q, length = call.q, call.q.shape[2]
-    use_fla = length > 1 and call.runs is None and _use_fla(q)
-    if use_fla:
+    by_fla = use_fla(q)
+    if by_fla:
         blocks = [Block(0, 1, length)]
     elif call.form == "recurrent":
         blocks = blocks_of(length, 1, 1)
@@ -563,11 +586,8 @@ def _blockwise(call: OperatorCall) -> tuple[Tensor, Sequence[Tensor]]:
         block = blocks[i]
         with no_autocast(q):
             features, decay = call.prepare(tokens[i], masks[i], decays[i])
-            if use_fla:
-                attend = FlaPasses(states, decay)
-                attend.form = call.form
-            else:
-                attend = Passes(states, block_weights(decay, block, call.runs), block.chunks)
+            attend = passes_of(states, decay, block, call.runs, by_fla)
+            attend.form = call.form
             out = call.stack(attend, *(fold(x, block.chunks) for x in features), **call.settings)
             return call.finish(unfold(out, block.chunks)), attend.states
 

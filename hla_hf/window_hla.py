@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 
 from .ops_hla import (
     OPERATORS,
+    Block,
     Decay,
     Passes,
     accumulate,
@@ -41,11 +42,13 @@ from .ops_hla import (
     fold,
     no_autocast,
     of_heads,
+    passes_of,
     repeat_heads,
     run_blocks,
     safe_divide,
     split,
     unfold,
+    use_fla,
 )
 from .slots_hla import SLOT_SCORES, Choice, Exchange, Slots, choose, compete, recall_error, received, take
 
@@ -354,7 +357,7 @@ class _Call:
     ):  # fmt: skip
         self.all_tokens, self.layout, self.state, self.settings = tokens, layout, state, settings
         q, dtype, size = tokens.q, compute_dtype(tokens.q), settings.chunk_size
-        self.dtype, self.parameters = dtype, parameters
+        self.dtype, self.parameters, self.by_fla = dtype, parameters, use_fla(q)
         self.scale = q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
         self.gate = of_heads(parameters.gate.to(dtype), q.shape[1])
         if not q.is_cuda:  # of the W + C keys that a chunk multiplies a token sees W
@@ -400,16 +403,18 @@ class _Call:
     def step(self, i: int, past: _Past) -> tuple[Tensor, _Past]:
         """Out `[B, H, n, dv]` of block i."""
         block, tokens, settings, parameters = self.blocks[i], self.tokens[i], self.settings, self.parameters
+        far = Block(block.start, 1, block.length) if self.by_fla else block  # kernels make their own chunks
         part = slice(block.start, block.start + block.length)
         place = self.layout.place[:, part]
         real = None if self.layout.real is None else self.layout.real[:, part]
         far_tokens = place - (settings.window + settings.num_sinks + settings.slots - 1)  # n_t
         is_far = far_tokens > 0 if real is None else (far_tokens > 0) & real
-        is_far, far_tokens = (x.reshape(-1, 1, block.chunk_size, 1) for x in (is_far, far_tokens))
+        is_far, far_tokens = (x.reshape(-1, 1, far.chunk_size, 1) for x in (is_far, far_tokens))
 
         k, v, far_k = (torch.cat(pair, 2) for pair in zip(past[:3], (tokens.k, tokens.v, tokens.far_k), strict=True))
         far_q, pasts = None, [self._last(x, real) for x in (k, v, far_k)]
-        (near, largest), choice, score, recall = self._near(i, past, k, v)
+        near, choice, score, recall = self._near(i, past, k, v)
+        near, largest = (unfold(x, block.chunks) for x in near) if self.by_fla else near
 
         def entering(held: Tensor, slots: Tensor | None) -> Tensor:
             """Of the tokens held, those that enter the states at each step."""
@@ -419,24 +424,24 @@ class _Call:
         old = past.slots or Slots(*[None] * 7)
         query = parameters.query_map(tokens.far_q).to(self.dtype)
         key = parameters.key_map(entering(far_k, old.far_k)).to(self.dtype)
-        query, key = fold(query, block.chunks), fold(key, block.chunks).masked_fill(~is_far, 0)
+        query, key = fold(query, far.chunks), fold(key, far.chunks).masked_fill(~is_far, 0)
         accumulator, past_far_q = key, past.far_q
         if past.far_q is not None:
             far_q = torch.cat([past.far_q, tokens.far_q], 2)
             past_far_q = self._last(far_q, real)
             accumulator = parameters.accumulator_map(entering(far_q, old.far_q)).to(self.dtype)
-            accumulator = fold(accumulator, block.chunks).masked_fill(~is_far, 0)
-        value = fold(entering(v, old.v).to(self.dtype), block.chunks)
+            accumulator = fold(accumulator, far.chunks).masked_fill(~is_far, 0)
+        value = fold(entering(v, old.v).to(self.dtype), far.chunks)
 
         with no_autocast(tokens.q):
-            attend = Passes(past.states, block_weights(self.decays[i], block, self.layout.runs), block.chunks)
+            attend = passes_of(past.states, self.decays[i], far, self.layout.runs, self.by_fla)
             weight = self.gate * largest * far_tokens.clamp(min=1).to(self.dtype).rsqrt()
             r, past_r = None, past.r
             if settings.has_r:
                 r = attend(int(settings.has_u), query, key, _with_mass(value, is_far))
-                r = torch.cat([past.r, unfold(join(near, r, weight, settings.signed), block.chunks)], 2)
+                r = torch.cat([past.r, unfold(join(near, r, weight, settings.signed), far.chunks)], 2)
                 past_r = self._last(r, real)
-                value = _mix(value, fold(entering(r, old.r), block.chunks), parameters.value_mix)
+                value = _mix(value, fold(entering(r, old.r), far.chunks), parameters.value_mix)
             if settings.has_u:
                 key = accumulate(attend, accumulator, key, parameters.coefficient, settings.ridge, normalize=True)
             out = attend(len(attend.states) - 1, query, key, _with_mass(value, is_far))
@@ -445,7 +450,7 @@ class _Call:
         if choice is not None:
             slots = self._slots_after(past.slots, choice, Slots(k, v, far_k, far_q, r, score, place))
             score = self._last(score, real)
-        out = unfold(out, block.chunks).to(v.dtype)
+        out = unfold(out, far.chunks).to(v.dtype)
         return out, _Past(*pasts, past_far_q, past_r, score, attend.states, slots, recall)
 
     def _near(

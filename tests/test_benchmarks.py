@@ -170,3 +170,19 @@ def test_models_are_measured_side_by_side(tokenizer, benchmark, tmp_path, capsys
             assert found[context, "cache bytes"][name] == pytest.approx(size, abs=512)
             assert found[context, "prefill peak bytes"][name] > size
     assert "threads" in capsys.readouterr().out
+
+
+# ---- operators and a default layer -----------------------------------------------------------------------------------
+
+
+def test_a_default_layer_is_timed(benchmark):
+    """Softmax attention within its window, not beyond it, and decoding goes on from its state."""
+    ops, _ = benchmark("ops")
+    q, k, v = (torch.randn(1, heads, 90, 8) for heads in (4, 2, 2))
+    with torch.no_grad():
+        out, softmax = ops.default_attention(q, k, v), ops.softmax_attention(q, k, v)
+        _, state = ops.default_attention(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], return_state=True)
+        last = ops.default_attention(*(x[:, :, -1:] for x in (q, k, v)), initial_state=state)
+    assert torch.allclose(out[:, :, :64], softmax[:, :, :64], atol=1e-5)
+    assert not torch.allclose(out[:, :, 70:], softmax[:, :, 70:], atol=1e-3)
+    assert torch.allclose(last, out[:, :, -1:], atol=1e-5)

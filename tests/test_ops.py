@@ -3,16 +3,18 @@
 import math
 import os
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import MODES, stepwise_logits, tiny_model, tokens
 
 import hla_hf
 from hla_hf import ahla, causal_linear_attention, feature_map, hla2, hla3, hla3_published, ops_hla, scan
-from hla_hf.window_hla import FarParameters, Tokens, WindowSettings, decode_step, step_places
+from hla_hf.window_hla import FarParameters, LayerState, Tokens, WindowSettings, decode_step, step_places
 
 
 OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
@@ -281,6 +283,10 @@ def windowed_settings(name, accumulator, decay, heads=(6, 2)):
     }  # fmt: skip
 
 
+def cast(settings, dtype):
+    return {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
+
+
 def windowed_definition(
     name, q, k, v, *, window=7, sinks=3, near_dim=None, log_decay=None, accumulator_map=None, **settings
 ):  # fmt: skip
@@ -434,10 +440,8 @@ def test_decoding_step(name, accumulator, heads, decay, softcap):
 
 def test_windowed_low_precision():
     q, k, v = make_inputs(length=65, dim=32, value_dim=32, dtype=torch.bfloat16)
-    settings = {
-        n: x.float() if isinstance(x, torch.Tensor) else x for n, x in windowed_settings("ahla", "key", None).items()
-    }
-    exact = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in settings.items()}
+    settings = cast(windowed_settings("ahla", "key", None), torch.float32)
+    exact = cast(settings, torch.float64)
     out, state = windowed_attention(q, k, v, operator="ahla", return_state=True, **WINDOWED, **settings)
     assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in (state.past_r, state.r, state.out))
     expected = windowed_definition("ahla", q.double(), k.double(), v.double(), **exact)
@@ -774,9 +778,12 @@ def test_extreme_norms_and_length(name, size, dtype):
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.skipif(
-    GPU == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU, or Triton's interpreter"
-)
+RUNS_KERNELS = GPU == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+NEEDS_KERNELS = pytest.mark.skipif(not RUNS_KERNELS, reason="needs a GPU, or Triton's interpreter")
+WINDOWS = {"windowed": {}, "slots": {"slots": 5}}
+
+
+@NEEDS_KERNELS
 @pytest.mark.parametrize("backend", ["torch", "fla"])
 @pytest.mark.parametrize("form", ["chunk", "recurrent"])
 @pytest.mark.parametrize("decay", [None, "head", "kv_token"])
@@ -805,6 +812,149 @@ def test_backends(name, decay, form, backend, monkeypatch):
     assert_same_function(torch.cat([out, rest], 2).cpu(), expected, inputs, precision)
     for a, b in zip(state, end, strict=True):
         assert_close(a.cpu(), b, precision)
+
+
+def stand_in(q, k, v, g=None, scale=None, initial_state=None, output_final_state=False):
+    """The signature of the kernels, in plain torch: what they are handed is tested where they are not installed."""
+    weights = ops_hla.chunk_weights(None if g is None else g.mT, q.shape[1], None, None)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, state = ops_hla.attend_block(q * scale, k, v, weights, initial_state)
+    return out.transpose(1, 2), state if output_final_state else None
+
+
+@pytest.fixture(params=["stand-in", pytest.param("fla", marks=NEEDS_KERNELS)])
+def kernels(request, monkeypatch):
+    """`called` lists the kernels called since; on `device`, to `precision` in fp32."""
+    if request.param == "fla":
+        pytest.importorskip("fla.ops.simple_gla")
+        pair = ops_hla._fla_kernels()
+    else:
+        pair = stand_in, stand_in
+    called = []
+
+    def counted(kernel):
+        return lambda *tensors, **options: called.append(kernel) or kernel(*tensors, **options)
+
+    monkeypatch.setattr(ops_hla, "_fla_kernels", lambda: [counted(kernel) for kernel in pair])
+    monkeypatch.setattr(ops_hla, "BACKEND", "fla")
+    on_gpu = request.param == "fla" and GPU == "cuda"  # where the kernels' products are TF32
+    return SimpleNamespace(called=called, device=GPU if on_gpu else "cpu", precision=5e-3 if on_gpu else 1e-5)
+
+
+def states_of_passes(state):
+    """Of an operator or of `windowed_attention`."""
+    return [x for x in (state[1:4] if isinstance(state, LayerState) else state) if x is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 17, 64, 65, 130])
+@pytest.mark.parametrize("window", [None, "windowed"])
+@pytest.mark.parametrize("name", ["linear", "hla3"])
+def test_kernels_at_any_length(name, window, length, dtype, kernels):
+    """Against the literal definition; the row mass makes the number of values odd."""
+    heads = 4, 2
+    inputs = [x.to(dtype) for x in make_inputs(heads, length, dim=8, value_dim=6, batch=1, dtype=torch.float32)]
+    q, k, v = inputs = tensors_of(*inputs)
+    on_device = [x.to(kernels.device) for x in inputs]
+    if window is None:
+        expected = definition(name, q, k, v, normalize=True, log_decay=-0.1)
+        out, state = OPERATORS[name](*on_device, normalize=True, log_decay=-0.1, return_state=True)
+    else:
+        settings = cast(windowed_settings(name, "query", "head", heads), torch.float32)
+        expected = windowed_definition(name, *(x.double() for x in inputs), **cast(settings, torch.float64))
+        settings = {n: x.to(kernels.device) if isinstance(x, torch.Tensor) else x for n, x in settings.items()}
+        settings |= WINDOWED | {"accumulator_map": lambda x: x.float().exp(), "operator": name}
+        settings |= {"query_map": lambda x: x.float().exp(), "key_map": lambda x: x.float().exp()}
+        out, state = windowed_attention(*on_device, return_state=True, **settings)
+        state = states_of_passes(state)
+    assert bool(kernels.called) == (length > 1)
+    assert out.dtype == dtype and all(x.dtype == torch.float32 for x in state)
+    precision = kernels.precision if dtype == torch.float32 else 2**-6
+    # one token answers with its value, whatever its query and key
+    assert_same_function(out.cpu(), expected, inputs if length > 1 else [v], precision)
+
+
+@pytest.mark.parametrize("decay", [None, "kv_token"])
+@pytest.mark.parametrize("given", ["attention_mask", "segment_ids", "both"])
+@pytest.mark.parametrize(
+    "name, window", [*((x, None) for x in OPERATORS), *((x, "windowed") for x in OPERATORS), ("hla3", "slots")]
+)
+def test_kernels_with_padding_documents_and_carried_state(name, window, given, decay, kernels, monkeypatch):
+    """Against plain torch in float64, in two calls."""
+    length, split = 74, 67
+    q, k, v = tensors_of(*make_inputs((4, 2), length, dim=8, value_dim=6, dtype=torch.float32))
+    log_decay = make_decay(decay, name, (4, 2), length)
+    segments = torch.cat([make_segments(), 5 + torch.arange(length - 37).expand(2, -1) // 20], 1)
+    options = {"attention_mask": make_mask("interior", length), "segment_ids": segments}
+    options = options if given == "both" else {given: options[given]}
+    function, settings = OPERATORS[name], {"normalize": True}
+    if window is not None:
+        function, settings = windowed_attention, windowed_settings(name, "query", None, (4, 2))
+        settings |= WINDOWED | WINDOWS[window] | {"operator": name, "chunk_size": 16}
+    settings.pop("log_decay", None)
+
+    def run(dtype, device, splits):
+        state, outputs = None, []
+        fixed = {n: x.to(device, dtype) if isinstance(x, torch.Tensor) else x for n, x in settings.items()}
+        for start, end in pairwise(splits):
+            per_token = {n: x[:, start:end].to(device) for n, x in options.items()}
+            decays = None if log_decay is None else log_decay[..., start:end].to(device)
+            tokens = (x[:, :, start:end].to(device, dtype) for x in (q, k, v))
+            out, state = function(
+                *tokens, log_decay=decays, initial_state=state, return_state=True, **per_token, **fixed
+            )
+            outputs.append(out.cpu())
+        return torch.cat(outputs, 2), states_of_passes(state)
+
+    out, state = run(torch.float32, kernels.device, [0, split, length])
+    assert kernels.called
+    monkeypatch.setattr(ops_hla, "BACKEND", "torch")
+    expected, end = run(torch.float64, "cpu", [0, split, length])
+    assert_same_function(out, expected, [q, k, v], 10 * kernels.precision)
+    for a, b in zip(state, end, strict=True):
+        assert_close(a.cpu(), b, 10 * kernels.precision)
+
+
+@pytest.mark.parametrize("mode", ["pure", "windowed", "slots"])
+def test_kernels_in_a_model(mode, kernels, monkeypatch):
+    """Prefill, tokens of decoding that go on from the kernels' states, and more tokens at once, with padding."""
+    model = tiny_model(dtype=torch.float32, hla_operator="hla2", hla_feature_map="hedgehog", **MODES[mode])
+    ids, mask, steps = tokens(2, 36), torch.ones(2, 36, dtype=torch.long), [24, 1, 1, 10]
+    mask[0, :5] = 0
+    logits, _ = stepwise_logits(model.to(kernels.device), ids.to(kernels.device), steps, mask.to(kernels.device))
+    assert kernels.called
+    monkeypatch.setattr(ops_hla, "BACKEND", "torch")
+    expected, _ = stepwise_logits(model.to("cpu", torch.float64), ids, steps, mask)
+    assert_close(logits.cpu()[mask == 1], expected[mask == 1], 100 * kernels.precision)
+
+
+@pytest.mark.parametrize("window", [None, "windowed", "slots"])
+def test_kernels_are_given_tensors_without_a_wait(window, monkeypatch):
+    """On the meta device, where a look at a value raises; the kernels themselves are stood in for."""
+    monkeypatch.setattr(ops_hla, "_fla_kernels", lambda: (stand_in, stand_in))
+    monkeypatch.setattr(ops_hla, "BACKEND", "fla")
+    q, k, v = tensors_of(*(x.to("meta") for x in make_inputs(dtype=torch.bfloat16)))
+    options = {"attention_mask": make_mask("left").to("meta"), "segment_ids": make_segments().to("meta")}
+    function = hla3
+    if window is not None:
+        function, parameters = windowed_attention, windowed_settings("hla3", "query", None)
+        moved = {n: x.to("meta", torch.float32) if isinstance(x, torch.Tensor) else x for n, x in parameters.items()}
+        options |= moved | WINDOWED | WINDOWS[window] | {"operator": "hla3"}
+    out, state = function(q, k, v, return_state=True, **options)
+    assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in states_of_passes(state))
+    assert all(x.is_meta for x in gradients(out, [q, k, v], torch.empty_like(out)))
+
+
+def test_kernels_with_strong_decay(kernels):
+    """Decays of exp(-50) per token: nothing overflows, forward or backward."""
+    q, k, v = make_inputs((4, 2), 131, dtype=torch.float32)
+    log_decay = -50 * torch.rand(2, 4, 131, dtype=torch.float64)
+    inputs = tensors_of(q, k, v)
+    expected = definition("hla2", q, k, v, log_decay=log_decay)
+    on_device = [x.to(kernels.device) for x in (*inputs, log_decay)]
+    out = hla2(*on_device[:3], log_decay=on_device[3])
+    assert kernels.called
+    assert_same_function(out.cpu(), expected, inputs, 100 * kernels.precision)
 
 
 # ---- feature maps and bad input ----------------------------------------
