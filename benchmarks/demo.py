@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--base", required=True, help="the base model: a Hub id, a directory or a .gguf file")
     parser.add_argument("--prompt", default="Give me three tips for writing clearly.")
     parser.add_argument(
-        "--distance", type=int, default=3000, help="tokens from the fact to its question (default 3000)"
+        "--distances", type=int, nargs="+", default=[1000, 3000], help="tokens from the fact to its question"
     )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
     options = parser.parse_args()
@@ -98,7 +98,8 @@ def main() -> None:
     models = {"base": load_base(options.base, hla.dtype), "HLA": hla}
     project = Path(__file__).parents[1]
     text = "\n".join(path.read_text() for path in (project / "README.md", *sorted(project.glob("docs/*.md"))))
-    answer_later(models, tokenizer, text, options.distance)
+    for distance in options.distances:
+        answer_later(models, tokenizer, text, distance)
     compare_speed(models, options.contexts)
     report = json.loads((Path(options.model) / "conversion.json").read_text())
     print(f"\n{'agreement with the base':28}{'before':>8}{'after':>8}")
