@@ -26,6 +26,7 @@ from .card import model_card, origin_of
 from .evaluate import agreement_with_base, perplexity, remembered_bytes
 from .facts import DESCRIPTION, fact_rows
 from .hub import check_upload, upload
+from .interrupt import interruptible
 from .keep import change_settings, keep_softmax, layer_costs, spread_slots
 from .load import load_base, load_model, load_tokenizer, working_copy
 from .progress import shown
@@ -142,7 +143,10 @@ def prepare_texts(
     if conversion.eval_file:
         rows = conversion.eval_tokens // conversion.eval_len
         evaluation = read_tokens([conversion.eval_file], tokenizer, rows, conversion.eval_len, flag="--eval-file")
-    return Texts(training, held_out, evaluation, description)
+    texts = Texts(training, held_out, evaluation, description)
+    if conversion.data == ["self"] and tokenizer is not None and not _kept_file(conversion).exists():
+        keep(conversion, {}, texts)  # sampling is most of the work of a short conversion
+    return texts
 
 
 def read_text(
@@ -201,7 +205,8 @@ def train_parameters(conversion: Conversion, model: PreTrainedModel, texts: Text
         try:
             losses = transfer_attention(
                 learner, texts.training, steps=conversion.steps, batch_size=conversion.batch_size,
-                learning_rate=conversion.learning_rate, seed=conversion.seed, interrupted=kept,
+                learning_rate=conversion.learning_rate, seed=conversion.seed,
+                interrupted=kept if kept is not None and "history" in kept else None,
             )  # fmt: skip
         except Interrupted as error:
             keep(conversion, error.state, texts)
@@ -218,7 +223,7 @@ def convert(conversion: Conversion) -> dict:
 
     Raises: ValueError on bad input, before training and with nothing written; Interrupted on Ctrl-C while training and
     RunStopped if the result cannot be written, with what is trained in a file beside the output that `--resume` goes on
-    from.
+    from; KeyboardInterrupt on Ctrl-C at another time, with that file if text was sampled or something was trained.
     """
     with shown(conversion.quiet):
         return _convert(conversion)
@@ -363,34 +368,40 @@ def print_report(report: dict) -> None:
     print(f"\nremembered of {size['context']:,} tokens: {size['model']:,} bytes, by the base {size['base']:,}")
 
 
+def how_to_go_on(conversion: Conversion | None) -> str:
+    """What a conversion that Ctrl-C stopped has left, and what to do now."""
+    if conversion is not None and any(Path(conversion.output).glob("*")):
+        return f"stopped; {conversion.output} is complete"
+    if conversion is not None and _kept_file(conversion).exists():
+        return f"stopped; {_kept_file(conversion)} has what was done: the same command with --resume goes on"
+    return "stopped, nothing was written; the same command begins again"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command: exits 2 with one line on bad input, 1 if its result cannot be written or uploaded, 130 on Ctrl-C."""
-    try:
-        conversion = parse_arguments(arguments)
-        with shown(conversion.quiet):
-            print(thread_report(), flush=True)
-            report = convert(conversion)
-            if not conversion.to_softmax:
-                print_report(report)
-            print(f"\nwrote {conversion.output}")
-    except (ValueError, StrictDataclassError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RunStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        sys.exit(1)
-    except Interrupted as error:
-        print(
-            f"\n{error} of {conversion.steps}, which are saved; the same command with --resume goes on", file=sys.stderr
-        )
-        sys.exit(130)
-    except KeyboardInterrupt:
-        left = f"{conversion.output} is complete"
-        if not Path(conversion.output).exists():
-            how = "with --resume goes on" if _kept_file(conversion).exists() else "begins again"
-            left = f"nothing was written to {conversion.output}; the same command {how}"
-        print(f"\nstopped; {left}", file=sys.stderr)
-        sys.exit(130)
+    conversion = None
+    with interruptible():
+        try:
+            conversion = parse_arguments(arguments)
+            with shown(conversion.quiet):
+                print(thread_report(), flush=True)
+                report = convert(conversion)
+                if not conversion.to_softmax:
+                    print_report(report)
+                print(f"\nwrote {conversion.output}")
+        except (ValueError, StrictDataclassError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except RunStopped as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            sys.exit(1)
+        except Interrupted as error:
+            saved = f"{error} of {conversion.steps}, which are saved; the same command with --resume goes on"
+            print(f"\n{saved}", file=sys.stderr)
+            sys.exit(130)
+        except KeyboardInterrupt as error:
+            print(f"\n{error if error.args else how_to_go_on(conversion)}", file=sys.stderr)
+            sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def check_upload(repository: str | None) -> None:
 
 
 def upload(directory: Path, repository: str | None, private: bool = False, revision: str | None = None) -> None:
-    """Uploads a complete directory. Raises: RunStopped, with the command that uploads it again, if that fails."""
+    """Uploads a complete directory.
+
+    Raises: RunStopped if that fails, KeyboardInterrupt on Ctrl-C, both with the command that uploads it again.
+    """
     if repository is None:
         return
     api = HfApi()
@@ -53,11 +56,12 @@ def upload(directory: Path, repository: str | None, private: bool = False, revis
             repo_id=repository, folder_path=directory, revision=revision, delete_patterns=REPLACED,
             commit_message=f"Upload {directory.name}",
         )  # fmt: skip
-    except Exception as error:  # of the connection, of the Hub, of the files
+    except (Exception, KeyboardInterrupt) as error:  # of the connection, of the Hub, of the files
         words = ["hf", "upload", repository, str(directory)]
         words += ["--private"] if private else []
         words += ["--revision", revision] if revision is not None else []
-        raise RunStopped(
+        stopped = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RunStopped
+        raise stopped(
             f"{directory} is complete, but it could not be uploaded to {repository}: {_one_line(error)}; upload it "
             f"with: {shlex.join(words)}"
         ) from error

@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 
 import datasets
 import huggingface_hub.utils as hub
 from tqdm import tqdm
+from transformers import modeling_gguf_pytorch_utils as gguf
 from transformers.utils import logging as transformers
 
 
@@ -51,6 +53,12 @@ def shown(quiet: bool) -> Iterator[None]:
         (transformers.is_progress_bar_enabled(), transformers.disable_progress_bar, transformers.enable_progress_bar),
         (not datasets.are_progress_bars_disabled(), datasets.disable_progress_bars, datasets.enable_progress_bars),
         (not hub.are_progress_bars_disabled(), hub.disable_progress_bars, hub.enable_progress_bars),
+        # whose bar heeds no switch
+        (
+            True,
+            partial(setattr, gguf, "tqdm", partial(gguf.tqdm, disable=True)),
+            partial(setattr, gguf, "tqdm", gguf.tqdm),
+        ),
     )
     hidden, ProgressBar.hidden = ProgressBar.hidden, quiet
     for _, disable, _ in bars:

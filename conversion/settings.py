@@ -162,7 +162,7 @@ class Conversion(HLASettings):
     @property
     def command(self) -> str:
         """The command of this conversion as it may be published: what is not default, no folders of this machine."""
-        published = dataclasses.replace(self, output=Path(os.path.abspath(self.output)).name)
+        published = dataclasses.replace(self, output=Path(os.path.abspath(self.output)).name, quiet=False)
         return command_line("python -m conversion.convert", published, without_folders, positional="source")
 
 

@@ -161,7 +161,7 @@ def transfer_attention(
             progress.update()
     for p, requires_grad in trainable.items():
         p.requires_grad_(requires_grad)
-    if len(history) < steps:
+    if interrupt.requested:
         raise Interrupted(
             {
                 "parameters": {name: p.detach() for name, p in parameters.items()},

@@ -18,8 +18,8 @@ class RunStopped(RuntimeError):
 def written_beside(target: Path) -> Iterator[Path]:
     """Yields a new directory, which becomes `target`, replacing it, if the block ends without an error."""
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         yield partial
         remove(target)
         partial.rename(target)
@@ -31,8 +31,11 @@ def remove(path: Path) -> None:
     """Deletes a directory if it exists."""
     if path.exists():  # renamed first: what is half deleted must not look complete
         removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
-        path.rename(removed)
-        shutil.rmtree(removed)
+        try:
+            path.rename(removed)
+            shutil.rmtree(removed)
+        finally:
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path) -> None:

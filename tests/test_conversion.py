@@ -20,13 +20,21 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import ARCHITECTURE_SETTINGS, CACHE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    modeling_gguf_pytorch_utils,
+)
 
 from conversion import convert as command
 from conversion import transfer
 from conversion.evaluate import agreement_with_base, divergence, log_probs, perplexity, remembered_bytes
 from conversion.keep import layer_costs, only_hla_layer, spread_slots
 from conversion.load import working_copy
+from conversion.progress import shown
 from conversion.serving import cache_bytes, read
 from conversion.settings import SLOTS
 from conversion.text import read_tokens, sample_tokens
@@ -636,6 +644,41 @@ def test_ctrl_c_at_any_moment_leaves_nothing_half_written(base, tmp_path, text_f
         assert left == [] and "the same command begins again" in message
 
 
+def test_sampled_text_outlives_ctrl_c(base, tmp_path, monkeypatch, capsys):
+    arguments = [base, *FAST, "--hla-slots", "0", "--output"]
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "measure", interrupted)
+        assert "with --resume goes on" in error_of(capsys, [*arguments, tmp_path / "parts"], code=130)
+    assert [path.name for path in tmp_path.iterdir()] == ["parts.interrupted"]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "sample_tokens", None)  # nothing is sampled again
+        command.main([*map(str, arguments), str(tmp_path / "parts"), "--resume"])
+    command.main([*map(str, arguments), str(tmp_path / "whole")])
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "parts"}
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_ctrl_c_in_the_last_step_stops_too(base, tmp_path, text_file, monkeypatch, capsys):
+    layer_losses, calls = transfer.layer_losses, []
+
+    def interrupting(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return layer_losses(*args, **kwargs)
+
+    monkeypatch.setattr(transfer, "layer_losses", interrupting)
+    arguments = [base, "--data", text_file, *FAST, "--output", tmp_path / "hla"]
+    assert "stopped after 3 steps of 3" in error_of(capsys, arguments, code=130)
+    command.main([*map(str, arguments), "--resume"])
+    assert len(calls) == 3 and {path.name for path in tmp_path.iterdir()} == {"text.txt", "hla"}
+
+
 def test_without_a_terminal_there_is_a_line_per_ten_per_cent(base, tmp_path, text_file, capfd):
     arguments = [str(base), "--data", str(text_file), *FAST, "--steps", "40", "--output"]
     command.main([*arguments, str(tmp_path / "hla")])
@@ -646,7 +689,14 @@ def test_without_a_terminal_there_is_a_line_per_ten_per_cent(base, tmp_path, tex
     assert not any("it/s" in line or "\r" in line for line in lines)
     command.main([*arguments, str(tmp_path / "silent"), "--quiet"])
     assert capfd.readouterr() == ("", "")
-    assert (tmp_path / "silent" / "README.md").exists()
+    assert "--quiet" not in (tmp_path / "silent" / "README.md").read_text()
+
+
+def test_the_bar_of_gguf_files_is_hidden_without_a_terminal_and_comes_back():
+    before = modeling_gguf_pytorch_utils.tqdm
+    with shown(quiet=False):
+        assert modeling_gguf_pytorch_utils.tqdm([]).disable
+    assert modeling_gguf_pytorch_utils.tqdm is before
 
 
 def test_peft_adapter_is_merged_first(base, tmp_path, text_file):

@@ -84,8 +84,6 @@ def save_checkpoint(accelerator: Accelerator, output: Path, progress: Progress, 
             error = caught
         failed = accelerator.reduce(torch.tensor(float(error is not None), device=accelerator.device))
         if failed:
-            if main:
-                shutil.rmtree(partial, ignore_errors=True)
             kept = sorted(output.glob("checkpoint-*"))
             raise RunStopped(
                 f"the checkpoint of step {progress.step} cannot be written: {error or 'another process failed'}; "
@@ -116,8 +114,13 @@ def save_checkpoint(accelerator: Accelerator, output: Path, progress: Progress, 
         for left in [*output.glob(".*.partial*"), *output.glob(".*.removed*")]:  # by a killed run
             shutil.rmtree(left, ignore_errors=True)
     accelerator.wait_for_everyone()
-    together(write)
-    together(finish)
+    try:
+        together(write)
+        together(finish)
+    except BaseException:
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     _forget_first_step(accelerator, progress)
 
 

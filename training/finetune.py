@@ -10,8 +10,10 @@ Ctrl-C write a checkpoint and end the run; `--resume` continues it. From Python:
 import dataclasses
 import json
 import os
+import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -29,9 +31,10 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from conversion import thread_report
 from conversion.hub import check_upload, upload
+from conversion.interrupt import interruptible
 from conversion.progress import shown
 from conversion.transfer import hla_parameters
-from conversion.write import RunStopped
+from conversion.write import RunStopped, remove
 
 from .checkpoint import Progress, checkpoint_path, latest_checkpoint, load_checkpoint
 from .context_parallel import context_parallel
@@ -165,28 +168,46 @@ def load(recipe: Recipe, at_exit: ExitStack) -> tuple[Run, PreTrainedTokenizerBa
     return run, tokenizer, dtype
 
 
+@contextmanager
+def kept_with_a_checkpoint(output: Path, is_main: bool) -> Iterator[None]:
+    """Within this context the directory of a run is made, and removed if an error or Ctrl-C ends it without one."""
+    is_new = not output.exists()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        if is_new and is_main and not any(output.glob("checkpoint-*")):
+            remove(output)
+        raise
+
+
 def run(recipe: Recipe) -> dict | None:
     """Runs a recipe to its end, or to a checkpoint if it is told to stop.
 
-    Returns: the report, `training.json` of the exported model, but with the recipe as it is; None if it was stopped.
-    Raises: ValueError on bad input, before anything is written; RunStopped if the run cannot go on.
+    Returns: the report, `training.json` of the exported model, but with the recipe as it is; None on SIGTERM.
+    Raises: ValueError on bad input, before anything is written; RunStopped if the run cannot go on; KeyboardInterrupt
+    on Ctrl-C, while training after a checkpoint and with the command that continues it.
     """
     with shown(recipe.quiet), ExitStack() as at_exit:
         current, tokenizer, dtype = load(recipe, at_exit)
         accelerator, progress, output = current.accelerator, current.progress, current.output
-        output.mkdir(parents=True, exist_ok=True)
+        at_exit.enter_context(kept_with_a_checkpoint(output, accelerator.is_main_process))
         accelerator.init_trackers("finetune", {k: str(v) for k, v in progress.recipe.items()})
-        current.stop_on_signals(at_exit)
+        at_exit.enter_context(current.stopped_by(signal.SIGTERM))
         if progress.step == 0 and not progress.eval:
             if current.test_rows:
                 progress.test_before = current.evaluate(current.test_rows)
             current.evaluate_and_save()
-        finished = current.train()
+        with current.stopped_by(signal.SIGINT):
+            finished = current.train()
+            message = None if finished else current.save_stopped()
         if finished:
             finish(current, tokenizer, dtype)
-        else:
-            current.save_stopped()
         accelerator.end_training()
+        if current.stop == signal.SIGINT:
+            raise KeyboardInterrupt(message)
+        if not finished:
+            accelerator.print(message, file=sys.stderr)
     return progress.as_dict() if finished else None
 
 
@@ -213,21 +234,31 @@ def finish(current: Run, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype)
         upload(output / "model", current.recipe.push_to_hub, current.recipe.private, current.recipe.revision)
 
 
+def how_to_go_on(recipe: Recipe | None) -> str:
+    """What a run that Ctrl-C stopped between its steps has left, and what to do now."""
+    if recipe is not None and any(Path(recipe.output).glob("checkpoint-*")):
+        return f"stopped; {recipe.output} has a checkpoint: the same command with --resume goes on"
+    return "stopped before the first checkpoint; the same command begins again"
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """The command: exits 2 with one line on bad input, 1 with one line if the run cannot go on, 0 if it was stopped and
-    wrote a checkpoint, 130 on a Ctrl-C before its first step or a second one."""
-    try:
-        run(parse_recipe(arguments))
-    except (ValueError, StrictDataclassError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RunStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:  # before the first step, or for the second time
-        if os.environ.get("RANK", "0") == "0":
-            print("\nstopped; the same command, with --resume if there is a checkpoint, goes on", file=sys.stderr)
-        sys.exit(130)
+    """The command: exits 2 with one line on bad input, 1 with one line if the run cannot go on, 130 on Ctrl-C, 0 if
+    SIGTERM stopped it."""
+    recipe = None
+    with interruptible():
+        try:
+            recipe = parse_recipe(arguments)
+            run(recipe)
+        except (ValueError, StrictDataclassError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except RunStopped as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            sys.exit(1)
+        except KeyboardInterrupt as error:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"\n{error if error.args else how_to_go_on(recipe)}", file=sys.stderr)
+            sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ import resource
 import signal
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Run:
     test_rows: list[dict] | None
     steps: int
     progress: Progress
-    stop: Tensor = field(init=False)  # not 0: this process was asked to stop
+    stop: Tensor = field(init=False)  # the signal that asked this process to stop, else 0
 
     def __post_init__(self) -> None:
         self.stop = torch.zeros(1, device=self.accelerator.device)
@@ -52,15 +53,19 @@ class Run:
     def output(self) -> Path:
         return Path(self.recipe.output)
 
-    def stop_on_signals(self, at_exit: ExitStack) -> None:
-        """Until `at_exit` SIGINT and SIGTERM ask the run to stop; a second one ends it at once."""
+    @contextmanager
+    def stopped_by(self, number: int) -> Iterator[None]:
+        """Within this context a signal asks the run to stop after a step; a second one does what it does without it."""
 
         def ask_to_stop(number: int, frame: Any) -> None:
-            self.stop.fill_(1)
-            signal.signal(number, signal.default_int_handler)
+            self.stop.fill_(number)
+            signal.signal(number, before)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            at_exit.callback(signal.signal, number, signal.signal(number, ask_to_stop))
+        before = signal.signal(number, ask_to_stop)
+        try:
+            yield
+        finally:
+            signal.signal(number, before)
 
     def evaluate(self, rows: list[dict]) -> dict[str, float]:
         """The measures of `means` over rows that all processes share out."""
@@ -164,6 +169,8 @@ class Run:
                 is_due = progress.step % self.recipe.checkpoint_steps == 0 or progress.step == self.steps
                 if is_due and not progress.skipped_in_a_row:
                     self.evaluate_and_save()
+        if self.accelerator.reduce(self.stop.clone()):
+            return False
         if seconds:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             if torch.cuda.is_available():
@@ -173,13 +180,10 @@ class Run:
             )
         return True
 
-    def save_stopped(self) -> None:
-        """Writes a checkpoint of this step, unless there is one, and says how to go on."""
+    def save_stopped(self) -> str:
+        """Writes a checkpoint of this step, unless there is one. Returns how to go on."""
         step = self.progress.step
         if not checkpoint_path(self.output, step).exists():
             self.save()
         command = self.recipe.command + ("" if self.recipe.resume else " --resume")
-        self.accelerator.print(
-            f"\nstopped at step {step} of {self.steps}, checkpoint written; continue with the same command and "
-            f"--resume:\n  {command}"
-        )
+        return f"stopped at step {step} of {self.steps}, checkpoint written; continue with: {command}"
