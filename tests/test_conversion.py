@@ -887,3 +887,23 @@ def test_every_variant_of_the_ablation_trains(base, text_file, tmp_path, benchma
     assert list(results) == list(ablation.VARIANTS)
     errors = [tuple(result["errors"]) for result in results.values()]
     assert len(set(errors)) == len(errors) and all(0 < x < 10 for row in errors for x in row)
+
+
+def test_every_second_order_beside_slots_trains_with_the_state_of_first_order(base, text_file, tmp_path, benchmark):
+    order, run = benchmark("order")
+    output = tmp_path / "order.json"
+    run(
+        base, "--data", text_file, "--eval-file", text_file, "--slots", 20, "--window", 8, "--steps", 4,
+        "--seq-len", 64, "--learning-rate", 0.02, "--eval-tokens", 128, "--eval-lengths", 128, "--output", output,
+    )  # fmt: skip
+    results = json.loads(output.read_text())["results"]
+    assert list(results) == list(order.VARIANTS)
+    linear = results["linear"]
+    for name, result in results.items():
+        assert 0 < result["error"] < 1 and all(x > 1 for x in result["perplexity"]), name
+        if name not in ("linear", "hla2, as many slots"):
+            assert result["state"] <= linear["state"], name
+        if result["c"]:
+            assert torch.tensor(result["c"]).abs().min() > 0, name
+    assert results["delta"]["state"] == linear["state"] and results["metric"]["slots"] < linear["slots"]
+    assert len({result["error"] for result in results.values()}) == len(results)
