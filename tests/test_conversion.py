@@ -17,8 +17,9 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from reference import received_attention
 from safetensors.torch import load_file
-from tiny import ARCHITECTURE_SETTINGS, CACHE
+from tiny import ARCHITECTURE_SETTINGS, CACHE, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -40,6 +41,7 @@ from conversion.settings import SLOTS
 from conversion.text import read_tokens, sample_tokens
 from conversion.transfer import hla_parameters, layer_losses, score_error, transfer_attention, visit_attention
 from hla_hf import ARCHITECTURES, softmax_attention, to_hla
+from hla_hf.cache_hla import LayerTokens
 from hla_hf.configuration_hla import HLAConfigMixin, base_class_names, config_class
 from hla_hf.layer_hla import hla_attentions
 from training import recipe
@@ -980,3 +982,69 @@ def test_every_variant_of_the_ablation_trains(base, text_file, tmp_path, benchma
     assert list(results) == list(ablation.VARIANTS)
     errors = [tuple(result["errors"]) for result in results.values()]
     assert len(set(errors)) == len(errors) and all(0 < x < 10 for row in errors for x in row)
+
+
+def test_every_second_order_beside_slots_trains_with_the_state_of_first_order(base, text_file, tmp_path, benchmark):
+    order, run = benchmark("order")
+    output = tmp_path / "order.json"
+    run(
+        base, "--data", text_file, "--eval-file", text_file, "--slots", 20, "--window", 8, "--steps", 4,
+        "--seq-len", 64, "--learning-rate", 0.02, "--eval-tokens", 128, "--eval-lengths", 128, "--output", output,
+    )  # fmt: skip
+    results = json.loads(output.read_text())["results"]
+    assert list(results) == list(order.VARIANTS)
+    linear = results["linear"]
+    for name, result in results.items():
+        assert 0 < result["error"] < 1 and all(x > 1 for x in result["perplexity"]), name
+        if name not in ("linear", "hla2, as many slots"):
+            assert result["state"] <= linear["state"], name
+        if result["c"]:
+            assert torch.tensor(result["c"]).abs().min() > 0, name
+    assert results["delta"]["state"] == linear["state"] and results["metric"]["slots"] < linear["slots"]
+    assert len({result["error"] for result in results.values()}) == len(results)
+
+
+@pytest.mark.parametrize("quantity", ["delta", "residual", "metric"])
+@torch.no_grad()
+def test_second_orders_beside_slots_follow_their_definition(quantity, benchmark):
+    order, _ = benchmark("order")
+    window, sinks, slots, length = 4, 2, 3, 24
+    options = {"hla_window": window, "hla_num_sinks": sinks, "hla_slots": slots, "hla_operator": "linear"}
+    original = hla_attentions(tiny_model(**options))[0].hla
+    layer = order.DenseLayer(original.settings, quantity).double()
+    layer.load_state_dict(original.state_dict(), strict=False)
+    torch.nn.init.uniform_(layer.c, 0.2, 0.8)
+    q, far_q, k, v, far_k = (torch.randn(1, heads, length, 8).double() for heads in (4, 4, 2, 2, 2))
+    out, parameters = layer(LayerTokens(q, k, v, far_q, far_k))[0][0], layer._far_parameters()
+    scale = original.settings.window.scale
+    for head in range(4):
+        group, c = head // 2, layer.c[head if quantity == "metric" else head // 2]
+        keys, values, phi_k = far_k[0, group], v[0, group], parameters.key_map(far_k)[0, group]
+        score = received_attention(
+            q[0, 2 * group : 2 * group + 2], k[0, group], window=window, sinks=sinks, scale=scale
+        )
+        kept, absorbed, stored = [], [], []
+        for t in range(length):
+            if t - window >= sinks:
+                kept.append(t - window)
+            if len(kept) > slots:
+                j = min(kept, key=lambda j: (score[j].item(), -j))
+                weights, value = phi_k[absorbed] @ phi_k[j], values[j]
+                if absorbed and quantity != "metric":
+                    before = torch.stack(stored) if quantity == "delta" else values[absorbed]
+                    value = value - c * weights @ before / weights.sum()
+                kept.remove(j)
+                absorbed.append(j)
+                stored.append(value)
+            near = [*range(min(sinks, t + 1)), *kept, *range(max(sinks, t - window + 1), t + 1)]
+            exp = (scale * k[0, group, near] @ q[0, head, t]).exp()
+            expected, mass = exp @ values[near], exp.sum()
+            if absorbed:
+                query = far_q[:, :, t : t + 1].clone()
+                if quantity == "metric":
+                    moment = keys[absorbed].T @ keys[absorbed]
+                    query[0, head, 0] += c * moment @ query[0, head, 0] / (moment.trace() / 8)
+                far = phi_k[absorbed] @ parameters.query_map(query)[0, head, 0]
+                far = far * parameters.gate[head] * exp.max() / len(absorbed) ** 0.5
+                expected, mass = expected + far @ torch.stack(stored), mass + far.sum()
+            torch.testing.assert_close(out[head, t], expected / mass, atol=1e-5, rtol=1e-5)
