@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
-from conversion import facts
+from conversion import facts, recall, serving
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,8 @@ def test_rows_of_facts_refuse_what_they_cannot_fill(tokenizer, filler, length, w
 
 
 def test_rows_of_facts_share_no_four_words_with_what_the_benchmarks_ask():
-    judged = set().union(*(four_words(Path(f"benchmarks/{name}.py").read_text()) for name in ("quality", "demo")))
+    asking = ("conversion/recall.py", "benchmarks/quality.py", "benchmarks/demo.py")
+    judged = set().union(*(four_words(Path(name).read_text()) for name in asking))
     assert ("the", "pass", "key", "is") in judged
     random, trained = Random(0), set()
     for _ in range(5000):
@@ -117,32 +118,29 @@ class SimpleOutput(dict):
 
 
 def test_recall_is_solved_by_who_remembers_that_far(tokenizer, benchmark):
-    quality, _ = benchmark("quality")
-    text = quality.evenly_spaced_rows(text_tokens(tokenizer, 3000), 3, 1000)
+    text = recall.evenly_spaced_rows(text_tokens(tokenizer, 3000), 3, 1000)
     for memory, solved in ((1000, (1, 1, 1)), (600, (0, 1, 1)), (300, (0, 0, 1)), (30, (0, 0, 0))):
-        found, _ = quality.recall(Reader(tokenizer, memory), tokenizer, text)
-        assert found == {name: dict(zip((0.1, 0.5, 0.9), solved, strict=True)) for name in quality.WORDINGS}
+        found, _ = recall.recall(Reader(tokenizer, memory), tokenizer, text)
+        assert found == {name: dict(zip((0.1, 0.5, 0.9), solved, strict=True)) for name in recall.WORDINGS}
 
 
 def test_a_context_states_each_fact_at_its_depth_and_leaves_room_for_the_question(tokenizer, benchmark):
-    quality, _ = benchmark("quality")
-    row, keys = quality.with_facts(text_tokens(tokenizer, 1000), tokenizer, (0.9, 0.1, 0.5), quality.WORDINGS, "0")
+    row, keys = recall.with_facts(text_tokens(tokenizer, 1000), tokenizer, (0.9, 0.1, 0.5), recall.WORDINGS, "0")
     text = tokenizer.decode(row)
-    longest = max(len(wording.question) for wording in quality.WORDINGS.values())
+    longest = max(len(wording.question) for wording in recall.WORDINGS.values())
     assert len(row) + 1 + longest == 1000 and len(set(keys.values())) == 3
-    order = [text.index(quality.WORDINGS[name].sentences[0].format(key=keys[name])) for name in keys]
+    order = [text.index(recall.WORDINGS[name].sentences[0].format(key=keys[name])) for name in keys]
     assert order[1] < 200 < order[2] < 700 < order[0]
     assert all(text.count(key) == (2 if name == "passkey" else 1) for name, key in keys.items())
-    other, others = quality.with_facts(text_tokens(tokenizer, 1000), tokenizer, (0.9, 0.1, 0.5), quality.WORDINGS, "1")
+    other, others = recall.with_facts(text_tokens(tokenizer, 1000), tokenizer, (0.9, 0.1, 0.5), recall.WORDINGS, "1")
     assert len(other) == len(row) and others != keys
 
 
 def test_recall_refuses_text_and_contexts_that_are_too_short(tokenizer, benchmark):
-    quality, _ = benchmark("quality")
     with pytest.raises(ValueError, match="500 tokens, fewer"):
-        quality.evenly_spaced_rows(text_tokens(tokenizer, 500), 3, 501)
+        recall.evenly_spaced_rows(text_tokens(tokenizer, 500), 3, 501)
     with pytest.raises(ValueError, match="context of 100"):
-        quality.with_facts(text_tokens(tokenizer, 100), tokenizer, (0.5,), quality.WORDINGS, "0")
+        recall.with_facts(text_tokens(tokenizer, 100), tokenizer, (0.5,), recall.WORDINGS, "0")
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------
@@ -150,7 +148,6 @@ def test_recall_refuses_text_and_contexts_that_are_too_short(tokenizer, benchmar
 
 def test_models_are_measured_side_by_side(tokenizer, benchmark, tmp_path, capsys):
     _, run = benchmark("models")
-    serving, _ = benchmark("serving")
     settings = {"vocab_size": 300, "hla_window": 8, "dtype": torch.float32}
     base, hla = tiny_base(vocab_size=300), tiny_model(**settings)
     for name, model in (("base", base), ("hla", hla)):

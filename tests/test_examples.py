@@ -95,7 +95,7 @@ def test_convert_and_chat(tokenizer, tmp_path, run):
     tiny_base(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "text.txt").write_text("Linear attention keeps a state of fixed size.\n" * 40)
-    options = ["--prompt", "Who?", "--data", "text.txt", "--steps", 2, "--tokens", 256, "--seq-len", 32]
+    options = ["--prompt", "Who?", "--data", "text.txt", "--steps", 2, "--tokens", 256, "--seq-len", 32, "--facts", 0]
     printed = run(example("convert_and_chat"), "base", "--output", "hla", *options, "--hla-window", 8)
     assert len(printed.split("> Who?\n")[1].strip()) > 50
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hla").config.hla_window == 8
