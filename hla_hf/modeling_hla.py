@@ -106,13 +106,23 @@ class HLAModelMixin:
         return cls.base_class._can_set_experts_implementation()  # found out from the source of a class's module
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
-        super().save_pretrained(save_directory, *args, **kwargs)
+        path = Path(save_directory, "README.md")
+        self._own_card = path.read_bytes() if path.is_file() else None  # push_to_hub=True writes another over it
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            own = self.__dict__.pop("_own_card")
+            if own is not None and path.read_bytes() != own:
+                path.write_bytes(own)
         if Path(save_directory, "config.json").exists():
             write_card(self, Path(save_directory))
 
-    def _upload_modified_files(self, working_dir: str | os.PathLike, *args, **kwargs) -> Any:
-        write_card(self, Path(working_dir))  # where Transformers has put an empty one
-        return super()._upload_modified_files(working_dir, *args, **kwargs)
+    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs) -> Any:
+        path, own = Path(working_dir, "README.md"), getattr(self, "_own_card", None)
+        if own is not None and _is_empty_card(path):
+            path.write_bytes(own)
+        write_card(self, Path(working_dir), repo_id)  # where Transformers has put an empty one
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -553,8 +563,8 @@ A model whose softmax attention was replaced by Higher-order Linear Attention
 ```python
 from transformers import {auto_class}, AutoTokenizer
 
-model = {auto_class}.from_pretrained("PATH_OR_REPOSITORY", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPOSITORY", trust_remote_code=True)
+model = {auto_class}.from_pretrained("{repository}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{repository}", trust_remote_code=True)
 ```
 
 | field | value |
@@ -563,27 +573,42 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPOSITORY", trust_remote_cod
 """
 
 
-def write_card(model: PreTrainedModel, directory: Path) -> None:
+def _is_empty_card(path: Path) -> bool:
+    return b"This model card has been automatically generated." in path.read_bytes()
+
+
+def _front_matter(path: Path) -> dict[str, Any]:
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
+    except Exception:  # a README that is no model card
+        return {}
+
+
+def write_card(model: PreTrainedModel, directory: Path, repository: str | None = None) -> None:
     """Writes README.md, unless someone has written one: what the model is, whence it comes and how it is loaded."""
     path = directory / "README.md"
-    if path.exists() and "This model card has been automatically generated." not in path.read_text():
+    if path.exists() and not _is_empty_card(path):
         return
     origin, source = {"license": "unknown"}, model.config.name_or_path
-    if Path(source, "README.md").is_file():
-        inherited = ModelCard.load(Path(source, "README.md"), ignore_metadata_errors=True).data.to_dict()
+    if source and Path(source, "README.md").is_file():  # without a name it would be that of the working directory
+        inherited = _front_matter(Path(source, "README.md"))
         names = ("base_model", "license", "license_name", "license_link", "language")
         origin |= {name: inherited[name] for name in names if inherited.get(name)}
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():
         origin |= {"base_model": source, "base_model_relation": "finetune"}
     head = next((x for x in _TASKS if type(model).__name__.endswith(x)), "")
-    tags = ["hla", "higher-order-linear-attention", "linear-attention"]
+    tags = ["hla", "higher-order-linear-attention", "linear-attention", *(_front_matter(path).get("tags") or [])]
     data = ModelCardData(
-        library_name="transformers", pipeline_tag=_TASKS.get(head, "feature-extraction"), tags=tags, **origin
-    )
+        library_name="transformers", pipeline_tag=_TASKS.get(head, "feature-extraction"),
+        tags=list(dict.fromkeys(tags)), **origin,
+    )  # fmt: skip
     fields = ((x.name, getattr(model.config, x.name)) for x in dataclasses.fields(HLAConfigMixin))
     settings = "\n".join(f"| `{name}` | `{value}` |" for name, value in fields)
-    name, auto_class = directory.resolve().name, f"AutoModel{head}"
-    path.write_text(_CARD.format(data=data.to_yaml(), name=name, auto_class=auto_class, settings=settings))
+    card = _CARD.format(
+        data=data.to_yaml(), name=(repository or directory.resolve().name).split("/")[-1], settings=settings,
+        auto_class=f"AutoModel{head}", repository=repository or "PATH_OR_REPOSITORY",
+    )  # fmt: skip
+    path.write_text(card)
 
 
 def _replace_config(model: PreTrainedModel, config_class: type, **settings) -> None:

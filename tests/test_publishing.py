@@ -17,11 +17,12 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_conversion import FAST, TEXT, make_base, tokenizer, write_gguf  # noqa: F401
+from tiny import tiny_base
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import hla_hf  # noqa: F401  registers the HLA architectures
 from conversion.convert import Conversion
 from conversion.convert import main as convert_main
+from hla_hf import to_hla
 from training.recipe import Recipe
 
 
@@ -141,6 +142,53 @@ def test_a_push_from_python_has_a_card_of_its_own(hub, tmp_path, monkeypatch):
     hub.commit("user/first", "main", files | {"README.md": CARD.encode()})
     hub.call("-c", PUSH, "base", "user/first")
     assert "# Base" in hub.repositories["user/first"]["main"]["README.md"].decode()  # someone's own stays
+
+
+def test_a_pushed_card_names_its_repository_and_has_the_tags_that_were_asked_for(hub):
+    push = PUSH.replace("**dict", "tags=['mine'], **dict")
+    hub.call("-c", push, "base", "user/first")
+    hub.call("-c", push, "user/first", "user/second")  # where the package cannot be imported
+    for name in ("first", "second"):
+        card = ModelCard(hub.repositories[f"user/{name}"]["main"]["README.md"].decode())
+        assert card.text.startswith(f"# {name}\n") and f'Tokenizer.from_pretrained("user/{name}", trust' in card.text
+        assert {"hla", "mine"} <= set(card.data.tags)
+
+
+def test_a_push_of_a_directory_leaves_the_readme_that_is_there(hub, tmp_path):
+    readme = tmp_path / "mine" / "README.md"
+    readme.parent.mkdir()
+    written = CARD.replace("# Base", "# By hand")
+    readme.write_text(written)
+    hub.call("-c", PUSH, "base", "mine", "push_to_hub")
+    files = hub.repositories["user/mine"]["main"]
+    assert readme.read_text() == written == files["README.md"].decode()
+    hub.commit("user/mine", "main", files | {"README.md": CARD.encode()})
+    hub.call("-c", PUSH, "base", "mine", "push_to_hub")
+    assert readme.read_text() == written
+    assert "# Base" in hub.repositories["user/mine"]["main"]["README.md"].decode()
+
+
+def test_a_model_without_a_name_inherits_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("---\nlicense: mit\nbase_model: someone/unrelated\n---\n")
+    model = to_hla(tiny_base())
+    model.save_pretrained("saved")
+    data = ModelCard.load("saved/README.md").data
+    assert (model.config.name_or_path, data.license, data.base_model) == ("", "unknown", None)
+
+
+@pytest.mark.parametrize("readme", [b"---\nlicense: [mit\n---\n", b"---\n- mit\n---\n", b"caf\xe9"])
+def test_a_readme_that_is_no_card_stops_no_saving(readme, tmp_path):
+    base, own = tmp_path / "base", tmp_path / "own"
+    tiny_base().save_pretrained(base)
+    own.mkdir()
+    for directory in (base, own):
+        (directory / "README.md").write_bytes(readme)
+    model = to_hla(LlamaForCausalLM.from_pretrained(base))
+    model.save_pretrained(tmp_path / "new")
+    model.save_pretrained(own)
+    assert ModelCard.load(tmp_path / "new" / "README.md").data.license == "unknown"
+    assert (own / "README.md").read_bytes() == readme
 
 
 def test_a_second_upload_replaces_the_first(hub, tmp_path):
