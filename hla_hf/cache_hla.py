@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from .window_hla import LayerState
 
 
-FILE_VERSION = 2
+FILE_VERSION = 3
 MAX_RECORDED = 256  # tokens of one call that `crop` can take back
 
 

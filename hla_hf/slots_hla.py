@@ -21,7 +21,7 @@ SLOT_SCORES = ("attention", "recall")
 
 class Slots(NamedTuple):
     """The tokens in the slots, in order of age, empty slots last: `[B, H or Hkv, M, .]`. score: -inf where a slot is
-    empty, and place: a token's number in its document, both `[B, Hkv, M, 1]`."""
+    empty, and a token's number in its document, both `[B, Hkv, M, 1]`."""
 
     k: Tensor
     v: Tensor
@@ -29,7 +29,7 @@ class Slots(NamedTuple):
     far_q: Tensor | None
     r: Tensor | None
     score: Tensor
-    place: Tensor
+    number: Tensor
 
 
 class Choice(NamedTuple):
@@ -117,35 +117,3 @@ def recall_error(
     out, state = attend_block(key, key, value, weights, state, chunks)
     out = safe_divide(out[..., :-1], out[..., -1:])
     return (value[..., :-1] - out).square().sum(-1, keepdim=True), state
-
-
-# ---- one token ----------------------------------------
-
-
-class Exchange(NamedTuple):
-    """What happens when one token leaves the window, `[B, Hkv, 1, 1]`: the slot of `count` that it competes for, and
-    whether it gets it."""
-
-    slot: Tensor
-    enters: Tensor
-    count: int
-
-    def __call__(self, kept: Tensor, token: Tensor) -> Tensor:
-        """Writes `token [B, H, 1, d]` into its slot, if it gets one, and returns the token that is absorbed; the slots
-        are the last places of `kept`."""
-        heads, slots = kept.shape[1], kept[:, :, -self.count :]
-        enters, slot = repeat_heads(self.enters, heads), repeat_heads(self.slot, heads).expand_as(token)
-        old = slots.gather(2, slot)
-        slots.scatter_(2, slot, torch.where(enters, token, old))
-        return torch.where(enters, old, token)
-
-
-def compete(score: Tensor, place: Tensor, token_score: Tensor, left: Tensor, leaves: Tensor) -> Exchange:
-    """score, place `[B, Hkv, M, 1]` of the slots, token_score `[B, Hkv, 1, 1]` of the token that leaves, if
-    `leaves [B, 1, 1, 1]`; left: how many have left the window with it."""
-    slots = score.shape[2]
-    worst = score.amin(2, keepdim=True)
-    last = place.masked_fill(score != worst, -1).argmax(2, keepdim=True)
-    fills = left <= slots
-    slot = torch.where(fills, (left - 1).clamp(0, slots - 1), last)
-    return Exchange(slot, (fills | (token_score > worst)) & leaves, slots)

@@ -50,7 +50,7 @@ from .ops_hla import (
     unfold,
     use_fla,
 )
-from .slots_hla import SLOT_SCORES, Choice, Exchange, Slots, choose, compete, recall_error, received, take
+from .slots_hla import SLOT_SCORES, Choice, Slots, choose, recall_error, received, take
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,19 @@ class Tokens(NamedTuple):
     far_k: Tensor
 
 
+STAYS = torch.iinfo(torch.int32).max  # the number of a sink among others': never old enough to leave
+
+
 class LayerState(NamedTuple):
     """What an HLA layer remembers, batch first, of a size that does not depend on the context; all zeros is no token.
 
     seen: real tokens of the current document, `[B]`. u, r, out: the fp32 states of the passes that make keys, make
-    values and answer. With a window of W tokens and S sinks, in the dtype of the inputs: k, v `[B, Hkv, S + W, .]`,
-    token number p at slot p if it is a sink, else at S + (p - S) mod W; far_k `[B, Hkv, W, .]`, far_q `[B, H, W, .]`
-    and past_r `[B, H, W, dv]` (fp32) at slot (p - S) mod W. With M exact slots these have M more places, filled in
-    order, and so has score `[B, Hkv, W + M, 1]` (fp32); slot_place `[B, Hkv, M, 1]` are the numbers of the tokens in
-    them, counted from 1, and recall is the fp32 state behind that score. None is what the operator does not need.
+    values and answer. With S sinks, a window of W tokens and M exact slots there are P = S + W + M places: k, v, far_k
+    `[B, Hkv, P, .]` and far_q `[B, H, P, .]` in the dtype of the inputs, past_r `[B, H, P, dv]` and score
+    `[B, Hkv, P, 1]` in fp32. Token number p is at place p while there are such, later at that of the token which was
+    absorbed as it came; so without slots at S + (p - S) mod W. number `[B, Hkv, P, 1]` says who is where, if there are
+    slots; sinks, which stay, have `STAYS`. recall is the fp32 state behind that score. None is what the operator does
+    not need.
     """
 
     seen: Tensor
@@ -157,7 +161,7 @@ class LayerState(NamedTuple):
     far_q: Tensor | None = None
     past_r: Tensor | None = None
     score: Tensor | None = None
-    slot_place: Tensor | None = None
+    number: Tensor | None = None
     recall: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LayerState":
@@ -289,24 +293,23 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _no_tokens(tokens: Tokens, parameters: FarParameters, settings: WindowSettings) -> LayerState:
-    def empty(x: Tensor, slots: int, **options) -> Tensor:
-        return x.new_zeros(x.shape[0], x.shape[1], slots, x.shape[3], **options)
+    places = settings.num_sinks + settings.window + settings.slots
 
-    window, slots, dtype = settings.window, settings.slots, compute_dtype(tokens.q)
-    keeps_q = settings.has_u and parameters.accumulator_map is not None
+    def empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return x.new_zeros(x.shape[0], x.shape[1], places, x.shape[3], dtype=dtype)
+
     state = LayerState(
         tokens.q.new_zeros(tokens.q.shape[0], dtype=torch.long),
-        k=empty(tokens.k, settings.num_sinks + window + slots), v=empty(tokens.v, settings.num_sinks + window + slots),
-        far_k=empty(tokens.far_k, window + slots), far_q=empty(tokens.far_q, window + slots) if keeps_q else None,
+        k=empty(tokens.k), v=empty(tokens.v), far_k=empty(tokens.far_k),
     )  # fmt: skip
+    if settings.has_u and parameters.accumulator_map is not None:
+        state = state._replace(far_q=empty(tokens.far_q))
     if settings.has_r:
         like = tokens.q[..., :1].expand(-1, -1, -1, tokens.v.shape[3])
-        state = state._replace(past_r=empty(like, window + slots, dtype=dtype))
-    if slots:
+        state = state._replace(past_r=empty(like, compute_dtype(like)))
+    if settings.slots:
         like = tokens.k[..., :1]
-        state = state._replace(
-            score=empty(like, window + slots, dtype=dtype), slot_place=empty(like, slots, dtype=torch.long)
-        )
+        state = state._replace(score=empty(like, compute_dtype(like)), number=empty(like, torch.int32))
     return state
 
 
@@ -325,27 +328,25 @@ def _layout(
 
 
 def _past(state: LayerState, settings: WindowSettings) -> _Past:
-    """The ring in order; what stands before a document's first token is never looked at."""
-    window, sinks = settings.window, settings.num_sinks
-    place = state.seen[:, None] - window + torch.arange(window, device=state.seen.device)
-    ring = (place - sinks) % window
-    slot = torch.where(place < sinks, place.clamp(min=0), sinks + ring)
-    far = (x if x is None else _gather(x, ring) for x in (state.far_k, state.far_q, state.past_r, state.score))
+    """The window in order; what stands before a document's first token is never looked at."""
+    sinks, slots, seen = settings.num_sinks, settings.slots, state.seen[:, None, None]
+    number = seen - settings.window + torch.arange(settings.window, device=seen.device)
+    place, held, empty = sinks + (number - sinks) % settings.window, None, None
+    if slots:
+        places, empty = state.number[..., 0].long(), torch.arange(state.number.shape[2], device=seen.device) >= seen
+        # those in the slots by age, then empty places, then the window: by a number that rises in this order
+        order = torch.where(places < seen - settings.window, places, places + 2 * STAYS).masked_fill(empty, STAYS)
+        order = sinks + order[..., sinks:].argsort(2)
+        held, place = order[..., :slots], order[..., slots:]
+    place = torch.where(number < sinks, number.clamp(min=0), place)
+    window = [x if x is None else take(x, place) for x in state[4:10]]
     states = [getattr(state, x) for x in settings.passes]
-    slots = _slots(state, settings) if settings.slots else None
-    return _Past(_gather(state.k, slot), _gather(state.v, slot), *far, states, slots, state.recall)
-
-
-def _slots(state: LayerState, settings: WindowSettings) -> Slots:
-    """In order of age, as a sequence needs them."""
-    count, place = settings.slots, state.slot_place
-    full = (state.seen - settings.window - settings.num_sinks)[:, None, None, None]
-    empty = torch.arange(count, device=place.device)[:, None] >= full
-    order = place.masked_fill(empty, torch.iinfo(place.dtype).max).argsort(dim=2, stable=True)[..., 0]
-    kept = (state.k, state.v, state.far_k, state.far_q, state.past_r)
-    kept = (x if x is None else take(x[:, :, -count:], order) for x in kept)
-    score = state.score[:, :, -count:].masked_fill(empty, -torch.inf)
-    return Slots(*kept, take(score, order), take(place, order))
+    if not slots:
+        return _Past(*window, states, None, None)
+    kept = Slots(*(x if x is None else take(x, held) for x in state[4:11]))
+    empty = torch.arange(slots, device=seen.device) >= seen - settings.window - sinks
+    kept = kept._replace(score=kept.score.masked_fill(empty[..., None], -torch.inf))
+    return _Past(*window, states, kept, state.recall)
 
 
 class _Call:
@@ -524,37 +525,41 @@ class _Call:
         return choose(torch.cat([slot_score[..., 0], score], -1), kept, settings.slots)
 
     def _slots_after(self, old: Slots, choice: Choice, held: Slots) -> Slots:
-        """`held`: the tokens of the window and the block, as `Slots`, but for the place of the latter."""
-        kv_heads, length = held.k.shape[1], held.place.shape[1]
-        place = held.place[:, None, :, None].expand(-1, kv_heads, -1, -1) - (self.settings.window - 1)
+        """`held`: the tokens of the window and the block, as `Slots`, but for the numbers, those of the block."""
+        kv_heads, length = held.k.shape[1], held.number.shape[1]
+        number = held.number[:, None, :, None].expand(-1, kv_heads, -1, -1) - self.settings.window
         kept = [
             x if x is None else take(torch.cat([before, x[:, :, :length]], 2), choice.end)
-            for before, x in zip(old, held._replace(place=place), strict=True)
+            for before, x in zip(old, held._replace(number=number), strict=True)
         ]
         kept = Slots(*kept)
         return kept._replace(score=kept.score.masked_fill(choice.empty[..., None], -torch.inf))
 
     def state_after(self, past: _Past) -> LayerState:
-        """The window put back into its ring."""
-        layout, window, sinks = self.layout, self.settings.window, self.settings.num_sinks
+        """All tokens held put back into their places."""
+        layout, (window, sinks) = self.layout, (self.settings.window, self.settings.num_sinks)
         length = layout.place.shape[1] if layout.real is None else layout.real.sum(1)
         seen = length - layout.start[:, -1]
-        slots = torch.arange(window, device=seen.device)
-        index = window - 1 - (seen[:, None] - 1 - sinks - slots) % window
-        k, v, *far = (x if x is None else _gather(x, index) for x in past[:6])
+        index = torch.arange(window, device=seen.device)
+        held, states = past[:6], dict(zip(self.settings.passes, past.states, strict=True))
+        if past.slots is None:
+            order = (window - 1 - (seen[:, None] - 1 - sinks - index) % window)[:, None]
+        else:
+            number = seen[:, None, None] - window + index
+            empty = [past.slots.score[..., 0] == -torch.inf, (number < sinks).expand(-1, past.score.shape[1], -1)]
+            order = torch.cat(empty, -1).long().argsort(dim=-1, stable=True)
+            held = [x if x is None else torch.cat([y.to(x.dtype), x], 2) for x, y in zip(held, past.slots, strict=False)]
+            number = torch.cat([past.slots.number, number[..., None].expand_as(past.score)], 2)
+            states |= {"number": pad(take(number, order), (0, 0, sinks, 0), value=STAYS).int(), "recall": past.recall}
+        k, v, *far = (x if x is None else take(x, order) for x in held)
         if sinks:
             firsts = self._sinks(layout.start[:, -1:])
             k, v = (torch.cat([x[:, 0], y], 2) for x, y in zip(firsts, (k, v), strict=True))
-        states, window_state = dict(zip(self.settings.passes, past.states, strict=True)), [k, v, *far]
-        if past.slots is not None:
-            score = past.slots.score.clamp(min=torch.finfo(past.slots.score.dtype).min)
-            kept = [*past.slots[:5], score]
-            window_state = [
-                x if x is None else torch.cat([x, y.to(x.dtype)], 2) for x, y in zip(window_state, kept, strict=True)
-            ]
-            states |= {"slot_place": past.slots.place, "recall": past.recall}
+            far = [x if x is None else pad(x, (0, 0, sinks, 0)) for x in far]
+        if far[-1] is not None:
+            far[-1] = far[-1].clamp(min=torch.finfo(far[-1].dtype).min)
         names = ("k", "v", "far_k", "far_q", "past_r", "score")
-        return LayerState(seen, **dict(zip(names, window_state, strict=True)), **states)
+        return LayerState(seen, **dict(zip(names, (k, v, *far), strict=True)), **states)
 
 
 def _with_mass(value: Tensor, is_far: Tensor) -> Tensor:
@@ -573,41 +578,38 @@ def _mix(value: Tensor, r: Tensor, value_mix: float | Tensor) -> Tensor:
 class StepPlaces(NamedTuple):
     """Where the next token of each row goes: the same for all layers of a model that have the same window.
 
-    slot, ring: of `LayerState`, `[B, 1, 1, 1]`; hidden: what is added to the scores, -inf where a slot is empty,
-    `[B * Hkv, 1, S + W + M]`; is_far: 1 if a token enters the states, else 0, and far_weight: n_t^(-1/2),
-    `[B, 1, 1, 1]`; left: how many tokens have left the window, `[B, 1, 1, 1]`; real: None, or `[B, 1, 1, 1]`, False at
-    padding.
+    place: of `LayerState`, while or if it does not depend on scores; number: the token's own, `STAYS` for a sink;
+    newest_left: that of the token that leaves the window; full: whether one is absorbed; is_far: 1 or 0 for the same;
+    far_weight: n_t^(-1/2); all `[B, 1, 1, 1]`. hidden: what is added to the scores, -inf where a place is empty,
+    `[B * Hkv, 1, P]`; real: None, or `[B, 1, 1, 1]`, False at padding.
     """
 
-    slot: Tensor
-    ring: Tensor
-    hidden: Tensor
+    place: Tensor
+    number: Tensor
+    newest_left: Tensor
+    full: Tensor
     is_far: Tensor
     far_weight: Tensor
     one: Tensor
-    left: Tensor
+    hidden: Tensor
     real: Tensor | None
 
 
 def step_places(state: LayerState, mask: Tensor | None, settings: WindowSettings) -> StepPlaces:
     """`mask [B, 1]`, None if no row is padding."""
-    window, sinks, place = settings.window, settings.num_sinks, state.seen[:, None, None, None]
-    dtype = compute_dtype(state.k)
-    ring = (place - sinks) % window
-    left = place - (window + sinks - 1)
-    empty = torch.arange(sinks + window, device=place.device) > place
-    if settings.slots:
-        empty = torch.cat([empty, torch.arange(settings.slots, device=place.device) >= left], -1)
-    hidden = torch.zeros(empty.shape, dtype=dtype, device=place.device).masked_fill_(empty, -torch.inf)
-    far_tokens = left - settings.slots
-    is_far, real = far_tokens > 0, None
+    sinks, number, dtype = settings.num_sinks, state.seen[:, None, None, None], compute_dtype(state.k)
+    count = settings.window + settings.slots
+    far_tokens = number - (sinks + count - 1)
+    full, real = far_tokens > 0, None
+    place = torch.where(full, sinks + (number - sinks) % count, number)
+    hidden = torch.zeros(len(number), 1, 1, sinks + count, dtype=dtype, device=number.device)
+    hidden.masked_fill_(torch.arange(sinks + count, device=number.device) > number, -torch.inf)
     if mask is not None:
         real = mask[:, :, None, None] != 0
-        is_far = is_far & real
     return StepPlaces(
-        torch.where(place < sinks, place, sinks + ring), ring,
-        hidden.expand(-1, state.k.shape[1], -1, -1).reshape(-1, 1, empty.shape[-1]),
-        is_far.to(dtype), far_tokens.clamp(min=1).to(dtype).rsqrt(), torch.ones_like(left, dtype=dtype), left, real,
+        place, number.masked_fill(number < sinks, STAYS).int(), (number - settings.window).int(), full,
+        (full if real is None else full & real).to(dtype), far_tokens.clamp(min=1).to(dtype).rsqrt(),
+        torch.ones_like(number, dtype=dtype), hidden.expand(-1, state.k.shape[1], -1, -1).flatten(0, 1), real,
     )  # fmt: skip
 
 
@@ -625,17 +627,22 @@ class _StepPasses(Passes):
         return (q.reshape(len(q), heads, -1, q.shape[3]) @ state).reshape(*q.shape[:3], -1)
 
 
-def _put(slots: Tensor, index: Tensor, new: Tensor, real: Tensor | None) -> None:
-    """Writes one token per row into its slot, unless it is padding."""
-    index = index.expand(-1, slots.shape[1], -1, slots.shape[3])
-    slots.scatter_(2, index, new if real is None else torch.where(real, new, slots.gather(2, index)))
+def _put(kept: Tensor, place: Tensor, new: Tensor, real: Tensor | None) -> None:
+    """Writes one token per row into its place `[B, 1 or Hkv, 1, 1]`, unless it is padding."""
+    place = _expand(place, kept)
+    kept.scatter_(2, place, new if real is None else torch.where(real, new, kept.gather(2, place)))
 
 
-def _swap(slots: Tensor, index: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
+def _swap(kept: Tensor, place: Tensor, new: Tensor, real: Tensor | None) -> Tensor:
     """The same; returns what stood there."""
-    old = slots.gather(2, index.expand(-1, slots.shape[1], -1, slots.shape[3]))
-    _put(slots, index, new, real)
+    old = kept.gather(2, _expand(place, kept))
+    _put(kept, place, new, real)
     return old
+
+
+def _expand(place: Tensor, kept: Tensor) -> Tensor:
+    heads = kept.shape[1]
+    return (place if place.shape[1] == 1 else repeat_heads(place, heads)).expand(-1, heads, -1, kept.shape[3])
 
 
 def _new_score(tokens: Tokens, state: LayerState, parameters: FarParameters, settings: WindowSettings, real) -> Tensor:
@@ -653,35 +660,38 @@ def _new_score(tokens: Tokens, state: LayerState, parameters: FarParameters, set
     return score
 
 
+def _absorbed(state: LayerState, places: StepPlaces) -> Tensor:
+    """The place of the token that is absorbed: of those that have left the window with the lowest score the newest."""
+    score = state.score.masked_fill(state.number > places.newest_left, torch.inf)
+    newest = state.number.masked_fill(score != score.amin(2, keepdim=True), -1).argmax(2, keepdim=True)
+    return torch.where(places.full, newest, places.place)
+
+
 def decode_step(
     tokens: Tokens, state: LayerState, parameters: FarParameters, settings: WindowSettings, places: StepPlaces,
     slot_scores: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`windowed_attention` of one token per row: out `[B, H, 1, dv]`. `state` is updated in place."""
     q, k, v, far_q, far_k = tokens
-    batch, heads, dtype, real = q.shape[0], q.shape[1], places.is_far.dtype, places.real
+    batch, heads, dtype, real, place = q.shape[0], q.shape[1], places.is_far.dtype, places.real, places.place
     decays = as_decays(parameters.log_decay, len(settings.passes), q, k)
     if real is not None:
         decays = [x if x is None else x.masked_fill(~real[..., 0], 0) for x in decays]
-    exchange = None
     if settings.slots:
-        score = (
-            slot_scores[..., None] if slot_scores is not None else _new_score(tokens, state, parameters, settings, real)
-        )
-        exchange = _exchange(state, score.to(dtype), settings, places)
-    value = _leave(state.v, places.slot, v, real, exchange).to(dtype)
-    if exchange is None:
-        _put(state.k, places.slot, k, real)
-    else:
-        _leave(state.k, places.slot, k, real, exchange)
-    far_k = _leave(state.far_k, places.ring, far_k, real, exchange)
+        place = _absorbed(state, places)
+        score = _new_score(tokens, state, parameters, settings, real) if slot_scores is None else slot_scores[..., None]
+        _put(state.score, place, score.to(dtype), real)
+        _put(state.number, place, places.number.expand_as(place), real)
+    value = _swap(state.v, place, v, real).to(dtype)
+    _put(state.k, place, k, real)
+    far_k = _swap(state.far_k, place, far_k, real)
     if parameters.both_maps is None:
         query, key = parameters.query_map(far_q).to(dtype), parameters.key_map(far_k).to(dtype)
     else:
         query, key = parameters.both_maps(far_q, far_k)
     key = accumulator = key * places.is_far
     if state.far_q is not None:
-        far_q = _leave(state.far_q, places.ring, far_q, real, exchange)
+        far_q = _swap(state.far_q, place, far_q, real)
         accumulator = parameters.accumulator_map(far_q).to(dtype) * places.is_far
     one = places.one.expand(-1, k.shape[1], -1, -1)
 
@@ -689,14 +699,14 @@ def decode_step(
         attend = _StepPasses([getattr(state, name) for name in settings.passes], decays)
         scores = _step_scores(q.to(dtype), state.k.to(dtype), places.hidden, settings)
         near, largest = _step_softmax(scores, state.v.to(dtype), heads)
-        if exchange is not None and slot_scores is None and settings.slot_score == "attention":
-            _receive(scores, state.score, real, settings)
+        if settings.slots and slot_scores is None and settings.slot_score == "attention":
+            _receive(scores, state, places)
         weight = of_heads(parameters.gate.to(dtype), heads) * largest * places.far_weight
         if settings.has_r:
             r = join(
                 near, attend(int(settings.has_u), query, key, torch.cat([value, one], -1)), weight, settings.signed
             )
-            r = _leave(state.past_r, places.ring, r, real, exchange)
+            r = _swap(state.past_r, place, r, real)
             value, one = _mix(value, r, parameters.value_mix), places.one.expand(-1, heads, -1, -1)
         value = torch.cat([value, one], -1)
         if settings.has_u:
@@ -705,24 +715,6 @@ def decode_step(
         out = join(near, attend(len(attend.states) - 1, query, key, value), weight, settings.signed)
         state.seen.add_(1 if real is None else real.view(batch))
     return (out if real is None else out * real).to(v.dtype)
-
-
-def _leave(kept: Tensor, index: Tensor, new: Tensor, real: Tensor | None, exchange: Exchange | None) -> Tensor:
-    """The new token takes the place of the one that leaves the window; returns what is absorbed then."""
-    left = _swap(kept, index, new, real)
-    return left if exchange is None else exchange(kept, left)
-
-
-def _exchange(state: LayerState, score: Tensor, settings: WindowSettings, places: StepPlaces) -> Exchange:
-    """Who of the slots and the token that leaves is absorbed; the new token's score and the leaving one's place are
-    written."""
-    left, real = places.left, places.real
-    leaves = left > 0 if real is None else (left > 0) & real
-    token_score = _swap(state.score, places.ring, score, real)
-    exchange = compete(state.score[:, :, -settings.slots :], state.slot_place, token_score, left, leaves)
-    exchange(state.score, token_score)
-    exchange(state.slot_place, (left + settings.num_sinks).expand_as(exchange.slot))
-    return exchange
 
 
 def _step_scores(q: Tensor, k: Tensor, hidden: Tensor, settings: WindowSettings) -> Tensor:
@@ -741,8 +733,9 @@ def _step_softmax(scores: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor
     return (weights @ v.flatten(0, 1)).view(batch, heads, 1, -1), weights.amax(-1).view(batch, heads, 1, 1)
 
 
-def _receive(scores: Tensor, kept: Tensor, real: Tensor | None, settings: WindowSettings) -> None:
+def _receive(scores: Tensor, state: LayerState, places: StepPlaces) -> None:
     """Adds what the tokens of the window receive from one token's query to their scores."""
-    sinks, window = settings.num_sinks, settings.window
-    weights = scores[..., : sinks + window].softmax(-1)[..., sinks:].sum(1).view(*kept.shape[:2], window, 1)
-    kept[:, :, :window] += weights if real is None else weights * real
+    number = state.number.flatten(0, 1).mT
+    weights = scores.masked_fill(number <= places.newest_left.expand_as(state.number[:, :, :1]).flatten(0, 1), -torch.inf)
+    weights = weights.softmax(-1).sum(1).view_as(state.score)
+    state.score.add_(weights if places.real is None else weights * places.real)

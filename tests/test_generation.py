@@ -413,8 +413,8 @@ def test_a_saved_cache_of_another_model_or_version_is_refused(tmp_path, monkeypa
         with pytest.raises(ValueError, match=rf"another model \(fingerprint {model.fingerprint()}"):
             other.load_cache(path)
     assert model.model.load_cache(path).get_seq_length() == 20  # the decoder of the same model
-    monkeypatch.setattr("hla_hf.cache_hla.FILE_VERSION", 3)
-    with pytest.raises(ValueError, match="format 2, this code reads format 3"):
+    monkeypatch.setattr("hla_hf.cache_hla.FILE_VERSION", 4)
+    with pytest.raises(ValueError, match="format 3, this code reads format 4"):
         model.load_cache(path)
     monkeypatch.undo()
     path.write_bytes(path.read_bytes()[:-9])

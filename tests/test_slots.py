@@ -313,8 +313,9 @@ def test_no_slots_is_the_model_without_the_field():
     assert torch.equal(slots_model(hla_slots=[0, 0])(ids).logits, without.logits)
     assert not torch.allclose(with_slots.logits, without.logits)
     states = [layer.state for layer in cache_of(without).layers]
-    assert all(state.score is None and state.slot_place is None and state.recall is None for state in states)
-    assert [layer.state.slot_place.shape[2] for layer in cache_of(with_slots).layers] == [6, 3]
+    assert all(state.score is None and state.number is None and state.recall is None for state in states)
+    places = [layer.state.number.shape[2] for layer in cache_of(with_slots).layers]
+    assert places == [states[0].k.shape[2] + count for count in (6, 3)]
 
 
 @pytest.mark.parametrize("kind", ["attention", "recall", "learned"])
