@@ -29,10 +29,12 @@ from .window_hla import (
     FarParameters,
     LayerState,
     StepPlaces,
+    StepTokens,
     Tokens,
     WindowSettings,
     decode_step,
     step_places,
+    step_tokens,
     windowed_attention,
 )
 
@@ -60,6 +62,7 @@ class LayerSettings:
     scale: float
     window: WindowSettings | None
     learns_scores: bool
+    most_places: int  # of the layers of a model: of tokens that one sees by softmax
 
     @classmethod
     def of(cls, config: PreTrainedConfig, attention: nn.Module) -> "LayerSettings":
@@ -77,6 +80,7 @@ class LayerSettings:
             operator, config.hla_feature_map, config.hla_normalizer, config.hla_decay, accumulator, ridge,
             config.hla_chunk_size, config.num_attention_heads, config.num_key_value_heads, attention.head_dim,
             attention.scaling, window, window is not None and window.slots > 0 and config.hla_slot_score == "learned",
+            config.hla_num_sinks + config.hla_window + max(config.hla_slots_of_layers, default=0),
         )  # fmt: skip
 
     @property
@@ -150,7 +154,11 @@ class HLALayer(nn.Module):
             )  # fmt: skip
         if not in_place:
             state = state.map(Tensor.clone)
-        places: StepPlaces = remembered(memo, window, None, lambda: step_places(state, tokens.mask, window))
+        token: StepTokens = remembered(
+            memo, (window.window, window.num_sinks), None,
+            lambda: step_tokens(state, tokens.mask, window, self.settings.most_places),
+        )  # fmt: skip
+        places: StepPlaces = remembered(memo, window, None, lambda: step_places(token, window))
         parameters, scores = self._step_parameters(), self._scores(tokens)
         return decode_step(Tokens(*tokens[:5]), state, parameters, window, places, scores), state
 

@@ -575,42 +575,56 @@ def _mix(value: Tensor, r: Tensor, value_mix: float | Tensor) -> Tensor:
 # ---- one token ----------------------------------------
 
 
-class StepPlaces(NamedTuple):
-    """Where the next token of each row goes: the same for all layers of a model that have the same window.
+class StepTokens(NamedTuple):
+    """The next token of each row, `[B, 1, 1, 1]`: the same for all layers that have the same window and sinks.
 
-    place: of `LayerState`, while or if it does not depend on scores; number: the token's own, `STAYS` for a sink;
-    newest_left: that of the token that leaves the window; full: whether one is absorbed; is_far: 1 or 0 for the same;
-    far_weight: n_t^(-1/2); all `[B, 1, 1, 1]`. hidden: what is added to the scores, -inf where a place is empty,
-    `[B * Hkv, 1, P]`; real: None, or `[B, 1, 1, 1]`, False at padding.
+    number: its own, and as a float, `count`; kept_number: the same, `STAYS` for a sink; newest_left: that of the token
+    that leaves the window; ring: its place without slots. hidden: what is added to the scores, -inf where a place is
+    empty, `[B * Hkv, 1, most places]`; real: None, or False at padding.
     """
 
-    place: Tensor
     number: Tensor
+    count: Tensor
+    kept_number: Tensor
     newest_left: Tensor
-    full: Tensor
-    is_far: Tensor
-    far_weight: Tensor
+    ring: Tensor
     one: Tensor
     hidden: Tensor
     real: Tensor | None
 
 
-def step_places(state: LayerState, mask: Tensor | None, settings: WindowSettings) -> StepPlaces:
-    """`mask [B, 1]`, None if no row is padding."""
-    sinks, number, dtype = settings.num_sinks, state.seen[:, None, None, None], compute_dtype(state.k)
-    count = settings.window + settings.slots
-    far_tokens = number - (sinks + count - 1)
-    full, real = far_tokens > 0, None
-    place = torch.where(full, sinks + (number - sinks) % count, number)
-    hidden = torch.zeros(len(number), 1, 1, sinks + count, dtype=dtype, device=number.device)
-    hidden.masked_fill_(torch.arange(sinks + count, device=number.device) > number, -torch.inf)
-    if mask is not None:
-        real = mask[:, :, None, None] != 0
-    return StepPlaces(
-        place, number.masked_fill(number < sinks, STAYS).int(), (number - settings.window).int(), full,
-        (full if real is None else full & real).to(dtype), far_tokens.clamp(min=1).to(dtype).rsqrt(),
-        torch.ones_like(number, dtype=dtype), hidden.expand(-1, state.k.shape[1], -1, -1).flatten(0, 1), real,
+class StepPlaces(NamedTuple):
+    """The same for all layers that have as many slots too. full: whether a token is absorbed, is_far: 1 or 0 for the
+    same, far_weight: n_t^(-1/2), `[B, 1, 1, 1]`; hidden of as many places as there are."""
+
+    token: StepTokens
+    full: Tensor
+    is_far: Tensor
+    far_weight: Tensor
+    hidden: Tensor
+
+
+def step_tokens(state: LayerState, mask: Tensor | None, settings: WindowSettings, places: int) -> StepTokens:
+    """`mask [B, 1]`, None if no row is padding; `places`: the most that a layer has."""
+    sinks, dtype = settings.num_sinks, compute_dtype(state.k)
+    number = state.seen.clone()[:, None, None, None]  # the first layer counts on before the second looks
+    hidden = torch.zeros(len(number), 1, 1, places, dtype=dtype, device=number.device)
+    hidden.masked_fill_(torch.arange(places, device=number.device) > number, -torch.inf)
+    is_sink = number < sinks
+    return StepTokens(
+        number, number.to(dtype), number.masked_fill(is_sink, STAYS).int(), (number - settings.window).int(),
+        torch.where(is_sink, number, sinks + (number - sinks) % settings.window), torch.ones_like(number, dtype=dtype),
+        hidden.expand(-1, state.k.shape[1], -1, -1).flatten(0, 1), None if mask is None else mask[:, :, None, None] != 0,
     )  # fmt: skip
+
+
+def step_places(token: StepTokens, settings: WindowSettings) -> StepPlaces:
+    places = settings.num_sinks + settings.window + settings.slots
+    far_tokens = token.count - (places - 1)
+    full = far_tokens > 0
+    is_far = full if token.real is None else full & token.real
+    hidden = token.hidden[..., :places]
+    return StepPlaces(token, full, is_far.to(token.one.dtype), far_tokens.clamp(min=1).rsqrt(), hidden)
 
 
 class _StepPasses(Passes):
@@ -662,9 +676,9 @@ def _new_score(tokens: Tokens, state: LayerState, parameters: FarParameters, set
 
 def _absorbed(state: LayerState, places: StepPlaces) -> Tensor:
     """The place of the token that is absorbed: of those that have left the window with the lowest score the newest."""
-    score = state.score.masked_fill(state.number > places.newest_left, torch.inf)
+    score = state.score.masked_fill(state.number > places.token.newest_left, torch.inf)
     newest = state.number.masked_fill(score != score.amin(2, keepdim=True), -1).argmax(2, keepdim=True)
-    return torch.where(places.full, newest, places.place)
+    return torch.where(places.full, newest, places.token.number)
 
 
 def decode_step(
@@ -673,7 +687,7 @@ def decode_step(
 ) -> Tensor:  # fmt: skip
     """`windowed_attention` of one token per row: out `[B, H, 1, dv]`. `state` is updated in place."""
     q, k, v, far_q, far_k = tokens
-    batch, heads, dtype, real, place = q.shape[0], q.shape[1], places.is_far.dtype, places.real, places.place
+    batch, heads, dtype, real, place = *q.shape[:2], places.is_far.dtype, places.token.real, places.token.ring
     decays = as_decays(parameters.log_decay, len(settings.passes), q, k)
     if real is not None:
         decays = [x if x is None else x.masked_fill(~real[..., 0], 0) for x in decays]
@@ -681,7 +695,7 @@ def decode_step(
         place = _absorbed(state, places)
         score = _new_score(tokens, state, parameters, settings, real) if slot_scores is None else slot_scores[..., None]
         _put(state.score, place, score.to(dtype), real)
-        _put(state.number, place, places.number.expand_as(place), real)
+        _put(state.number, place, places.token.kept_number.expand_as(place), real)
     value = _swap(state.v, place, v, real).to(dtype)
     _put(state.k, place, k, real)
     far_k = _swap(state.far_k, place, far_k, real)
@@ -693,21 +707,21 @@ def decode_step(
     if state.far_q is not None:
         far_q = _swap(state.far_q, place, far_q, real)
         accumulator = parameters.accumulator_map(far_q).to(dtype) * places.is_far
-    one = places.one.expand(-1, k.shape[1], -1, -1)
+    one = places.token.one.expand(-1, k.shape[1], -1, -1)
 
     with no_autocast(q):
         attend = _StepPasses([getattr(state, name) for name in settings.passes], decays)
         scores = _step_scores(q.to(dtype), state.k.to(dtype), places.hidden, settings)
         near, largest = _step_softmax(scores, state.v.to(dtype), heads)
         if settings.slots and slot_scores is None and settings.slot_score == "attention":
-            _receive(scores, state, places)
+            _receive(scores, state, places.token)
         weight = of_heads(parameters.gate.to(dtype), heads) * largest * places.far_weight
         if settings.has_r:
             r = join(
                 near, attend(int(settings.has_u), query, key, torch.cat([value, one], -1)), weight, settings.signed
             )
             r = _swap(state.past_r, place, r, real)
-            value, one = _mix(value, r, parameters.value_mix), places.one.expand(-1, heads, -1, -1)
+            value, one = _mix(value, r, parameters.value_mix), places.token.one.expand(-1, heads, -1, -1)
         value = torch.cat([value, one], -1)
         if settings.has_u:
             key = accumulate(attend, accumulator, key, parameters.coefficient, settings.ridge, normalize=True)
@@ -733,9 +747,8 @@ def _step_softmax(scores: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor
     return (weights @ v.flatten(0, 1)).view(batch, heads, 1, -1), weights.amax(-1).view(batch, heads, 1, 1)
 
 
-def _receive(scores: Tensor, state: LayerState, places: StepPlaces) -> None:
+def _receive(scores: Tensor, state: LayerState, token: StepTokens) -> None:
     """Adds what the tokens of the window receive from one token's query to their scores."""
-    number = state.number.flatten(0, 1).mT
-    weights = scores.masked_fill(number <= places.newest_left.expand_as(state.number[:, :, :1]).flatten(0, 1), -torch.inf)
-    weights = weights.softmax(-1).sum(1).view_as(state.score)
-    state.score.add_(weights if places.real is None else weights * places.real)
+    left = (state.number <= token.newest_left).flatten(0, 1).mT
+    weights = scores.masked_fill(left, -torch.inf).softmax(-1).sum(1).view_as(state.score)
+    state.score.add_(weights if token.real is None else weights * token.real)

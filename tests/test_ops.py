@@ -14,7 +14,7 @@ from tiny import MODES, stepwise_logits, tiny_model, tokens
 
 import hla_hf
 from hla_hf import ahla, causal_linear_attention, feature_map, hla2, hla3, hla3_published, ops_hla, scan
-from hla_hf.window_hla import FarParameters, LayerState, Tokens, WindowSettings, decode_step, step_places
+from hla_hf.window_hla import FarParameters, LayerState, Tokens, WindowSettings, decode_step, step_places, step_tokens
 
 
 OPERATORS = {"linear": causal_linear_attention, "hla2": hla2, "ahla": ahla, "hla3": hla3}
@@ -434,7 +434,7 @@ def test_decoding_step(name, accumulator, heads, decay, softcap):
         _, state = hla_hf.windowed_attention(*first, parameters, options, attention_mask=kept, return_state=True)
         for t in range(start, 37):
             token = Tokens(*(x[:, :, t : t + 1] for x in (q, k, v, q, k)))
-            places = step_places(state, mask[:, t : t + 1], options)
+            places = step_places(step_tokens(state, mask[:, t : t + 1], options, state.k.shape[2]), options)
             assert_close(decode_step(token, state, parameters, options, places), expected[:, :, t : t + 1])
 
 

@@ -23,7 +23,7 @@ from tiny import CACHE, cache_of, positions, stepwise_logits, tiny_model, tokens
 from transformers import StaticCache
 
 import hla_hf
-from hla_hf.window_hla import FarParameters, Tokens, WindowSettings, decode_step, step_places
+from hla_hf.window_hla import FarParameters, Tokens, WindowSettings, decode_step, step_places, step_tokens
 
 
 SLOTS = {"window": 7, "num_sinks": 3, "slots": 5, "query_map": torch.exp, "key_map": torch.exp}
@@ -160,7 +160,7 @@ def step(tokens, state, scores, settings):
     q, k, v, mask = tokens
     state = state.map(torch.clone)
     with torch.no_grad():
-        places = step_places(state, mask, window)
+        places = step_places(step_tokens(state, mask, window, state.k.shape[2]), window)
         return decode_step(Tokens(q, k, v, q, k), state, parameters, window, places, scores), state
 
 
