@@ -56,6 +56,14 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1, dim).index_select(0, index.flatten()).view(batch, heads, -1, dim)
 
 
+def take_by_chunk(x: Tensor, index: Tensor) -> Tensor:
+    """x `[B, Hkv, N, d]`, index `[B, Hkv, chunks, n]`: `[B, chunks, Hkv, n, d]`."""
+    batch, heads, count, dim = x.shape
+    rows = torch.arange(batch * heads, device=x.device).view(batch, heads, 1, 1) * count
+    index = (index + rows).transpose(1, 2)
+    return x.reshape(-1, dim).index_select(0, index.flatten()).view(*index.shape, dim)
+
+
 @torch.no_grad()
 def choose(score: Tensor, kept: Tensor, slots: int) -> Choice:
     """`score [B, Hkv, M + n]` of the pool, -inf where there is no token, empty slots behind full ones; `kept

@@ -50,7 +50,7 @@ from .ops_hla import (
     unfold,
     use_fla,
 )
-from .slots_hla import SLOT_SCORES, Choice, Slots, choose, recall_error, received, take
+from .slots_hla import SLOT_SCORES, Choice, Slots, choose, recall_error, received, take, take_by_chunk
 
 
 @dataclass(frozen=True)
@@ -171,34 +171,25 @@ class LayerState(NamedTuple):
 # ---- near, and the join ----------------------------------------
 
 
-def near_scores(
-    q: Tensor, k: Tensor, sinks: Tensor | None, place: Tensor, settings: WindowSettings
-) -> tuple[Tensor, Tensor]:
-    """Scores of each token over its document's sinks and its window, for N chunks of C tokens, and which it sees.
-
-    q `[N, H, C, d]`, scaled; k `[N, Hkv, W + C, d]`, the chunk after the W tokens before it; sinks `[N, Hkv, S, d]` or
-    None; place `[N, C]`, each token's number in its document. Returns `[N, Hkv, group, C, S + W + C]` and
-    `[N, C, S + W + C]`.
-    """
-    window, size, place = settings.window, q.shape[2], place[..., None]
-    distance = torch.arange(size, device=q.device)[:, None] + window - torch.arange(window + size, device=q.device)
+def near_visible(place: Tensor, settings: WindowSettings) -> Tensor:
+    """Which of its document's sinks, of the W tokens before its chunk of C and of the chunk a token sees, for N chunks:
+    `[N, C, S + W + C]`; place `[N, C]`, each token's number in its document."""
+    window, size, place = settings.window, place.shape[1], place[..., None]
+    distance = (
+        torch.arange(size, device=place.device)[:, None] + window - torch.arange(window + size, device=place.device)
+    )
     visible = (distance >= 0) & (distance < window) & (distance <= place)
-    if sinks is not None:  # those that have left the window
-        visible = torch.cat([torch.arange(sinks.shape[2], device=q.device) <= place - window, visible], -1)
-        k = torch.cat([sinks, k], 2)
-    return _scores(q, k, settings), visible
-
-
-def _scores(q: Tensor, k: Tensor, settings: WindowSettings) -> Tensor:
-    """`[N, Hkv, group, C, columns]`"""
-    scores = (q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.mT).unflatten(2, (-1, q.shape[2]))
-    return scores if settings.softcap is None else settings.softcap * (scores / settings.softcap).tanh()
+    if not settings.num_sinks:
+        return visible
+    sinks = torch.arange(settings.num_sinks, device=place.device) <= place - window  # those that have left the window
+    return torch.cat([sinks, visible], -1)
 
 
 def local_softmax(scores: Tensor, visible: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Out `[N, H, C, dv]` and the weight of the largest score, 1 / sum exp(s - m), `[N, H, C, 1]`, for scores
     `[N, Hkv, group, C, columns]`, what is visible `[N, 1 or Hkv, C, columns]` and v `[N, Hkv, columns, dv]`."""
-    weights = scores.masked_fill(~visible[:, :, None], -torch.inf).softmax(-1)
+    hide = scores.masked_fill if scores.requires_grad else scores.masked_fill_  # in place where nothing is kept
+    weights = hide(~visible[:, :, None], -torch.inf).softmax(-1)
     out = (weights.flatten(2, 3) @ v).unflatten(2, (-1, scores.shape[3])).flatten(1, 2)
     return out, weights.amax(-1).flatten(1, 2)[..., None]
 
@@ -361,7 +352,7 @@ class _Call:
         self.dtype, self.parameters, self.by_fla = dtype, parameters, use_fla(q)
         self.scale = q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
         self.gate = of_heads(parameters.gate.to(dtype), q.shape[1])
-        if not q.is_cuda:  # of the W + C keys that a chunk multiplies a token sees W
+        if not q.is_cuda and not settings.slots:  # of the W + C keys that a chunk multiplies a token sees W
             size = min(size, max(16, settings.window // 2))
         if layout.runs is not None:  # then one document of a chunk at most has sinks beyond the window
             size = min(size, settings.window)
@@ -382,13 +373,13 @@ class _Call:
         ]
 
     def _sinks_of_blocks(self) -> list[list[Tensor]]:
-        """Those of each chunk, `[B * chunks, Hkv, S, .]` per block."""
+        """Those of each chunk, `[B, chunks, Hkv, S, .]` per block."""
         if self.layout.runs is None:
             sinks = self._sinks(self.layout.start)
-            return [[x.expand(-1, b.chunks, -1, -1, -1).flatten(0, 1) for x in sinks] for b in self.blocks]
+            return [[x.expand(-1, b.chunks, -1, -1, -1) for x in sinks] for b in self.blocks]
         first = [i for b in self.blocks for i in range(b.start, b.start + b.length, b.chunk_size)]
         parts = [x.split([b.chunks for b in self.blocks], 1) for x in self._sinks(self.layout.start[:, first])]
-        return [[x.flatten(0, 1) for x in pair] for pair in zip(*parts, strict=True)]
+        return list(zip(*parts, strict=True))
 
     def give_scores(self, score: Tensor | None) -> None:
         self.scores = split(score, self.blocks, 2)
@@ -460,34 +451,48 @@ class _Call:
         """`local_softmax` of block i, who is in the slots, and what follows for the scores of the tokens held and the
         state behind them."""
         block, settings = self.blocks[i], self.settings
-        size, chunks = block.chunk_size, block.chunks
+        size, columns = block.chunk_size, settings.num_sinks + settings.window
         place = self.layout.place[:, block.start : block.start + block.length].reshape(-1, size)
-        sinks = self.sinks[i] and [x.to(self.dtype) for x in self.sinks[i]]
+        visible = near_visible(place, settings)
+        window = ([x.unfold(2, settings.window + size, size).permute(0, 2, 1, 4, 3)] for x in (k, v))
         near_k, near_v = (
-            x.unfold(2, settings.window + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1).to(self.dtype)
-            for x in (k, v)
+            window if self.sinks[i] is None else ([x, *y] for x, y in zip(self.sinks[i], window, strict=True))
         )
         with no_autocast(k):
-            q = fold(self.tokens[i].q.to(self.dtype) * self.scale, chunks)
-            scores, visible = near_scores(q, near_k, sinks and sinks[0], place, settings)
-            near_v = torch.cat([sinks[1], near_v], 2) if sinks else near_v
+            q = fold(self.tokens[i].q.to(self.dtype) * self.scale, block.chunks)
             if not settings.slots:
-                return local_softmax(scores, visible[:, None], near_v), None, None, None
+                return local_softmax(self._scores(q, near_k), visible[:, None], self._joined(near_v)), None, None, None
+            scores = self._scores(q, near_k) if self._by_attention(i) else None
         score, recall = self._scores_held(i, past, scores, visible)
+        choice = self._choose(i, past.slots.score, score)
+        slot_k, slot_v = (
+            take_by_chunk(torch.cat([old, x[:, :, : block.length]], 2), choice.start)
+            for old, x in ((past.slots.k, k), (past.slots.v, v))
+        )
+        alive = choice.alive & (place >= columns)[:, None, :, None]
+        in_slots, left = alive.split([settings.slots, size], -1)
+        visible = torch.cat([in_slots, visible[:, None] | pad(left, (settings.num_sinks, settings.window))], -1)
         with no_autocast(k):
-            choice = self._choose(i, past.slots.score, score)
-            slot_k, slot_v = (
-                fold(take(torch.cat([old, x[:, :, : block.length]], 2), choice.start.flatten(2)), chunks)
-                for old, x in ((past.slots.k, k), (past.slots.v, v))
-            )
-            alive = choice.alive & (place >= settings.window + settings.num_sinks)[:, None, :, None]
-            in_slots, left = alive.split([settings.slots, size], -1)
-            visible = visible[:, None] | pad(left, (settings.num_sinks, settings.window))
-            scores = torch.cat([_scores(q, slot_k.to(self.dtype), settings), scores], -1)
-            visible, near_v = torch.cat([in_slots, visible], -1), torch.cat([slot_v.to(self.dtype), near_v], 2)
-            return local_softmax(scores, visible, near_v), choice, score, recall
+            if scores is None:
+                scores = self._scores(q, [slot_k, *near_k])
+            else:
+                scores = torch.cat([self._scores(q, [slot_k]), scores], -1)
+            return local_softmax(scores, visible, self._joined([slot_v, *near_v])), choice, score, recall
 
-    def _scores_held(self, i: int, past: _Past, scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """Of `[B, chunks, Hkv, ., d]` each, `[B * chunks, Hkv, columns, d]`."""
+        return torch.cat(parts, 3).flatten(0, 1).to(self.dtype)
+
+    def _scores(self, q: Tensor, keys: list[Tensor]) -> Tensor:
+        """`[B * chunks, Hkv, group, C, columns]`, of q `[B * chunks, H, C, d]`, scaled."""
+        k, softcap = self._joined(keys), self.settings.softcap
+        scores = (q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.mT).unflatten(2, (-1, q.shape[2]))
+        return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+    def _by_attention(self, i: int) -> bool:
+        return self.scores[i] is None and self.settings.slot_score == "attention"
+
+    def _scores_held(self, i: int, past: _Past, scores: Tensor | None, visible: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scores of the tokens held, `[B, Hkv, W + n, 1]`, and the state behind `recall`."""
         block, settings, recall = self.blocks[i], self.settings, past.recall
         part = slice(block.start, block.start + block.length)
@@ -508,7 +513,7 @@ class _Call:
         else:
             new = past.score.new_zeros(*past.score.shape[:2], block.length, 1)
         held = torch.cat([past.score, new], 2)
-        if self.scores[i] is None and settings.slot_score == "attention":
+        if self._by_attention(i):
             real = None if real is None else real.reshape(-1, block.chunk_size)
             held = held + received(scores.detach(), visible, real, settings.window, block.chunks)
         return held, recall
@@ -548,7 +553,9 @@ class _Call:
             number = seen[:, None, None] - window + index
             empty = [past.slots.score[..., 0] == -torch.inf, (number < sinks).expand(-1, past.score.shape[1], -1)]
             order = torch.cat(empty, -1).long().argsort(dim=-1, stable=True)
-            held = [x if x is None else torch.cat([y.to(x.dtype), x], 2) for x, y in zip(held, past.slots, strict=False)]
+            held = [
+                x if x is None else torch.cat([y.to(x.dtype), x], 2) for x, y in zip(held, past.slots, strict=False)
+            ]
             number = torch.cat([past.slots.number, number[..., None].expand_as(past.score)], 2)
             states |= {"number": pad(take(number, order), (0, 0, sinks, 0), value=STAYS).int(), "recall": past.recall}
         k, v, *far = (x if x is None else take(x, order) for x in held)
@@ -614,7 +621,8 @@ def step_tokens(state: LayerState, mask: Tensor | None, settings: WindowSettings
     return StepTokens(
         number, number.to(dtype), number.masked_fill(is_sink, STAYS).int(), (number - settings.window).int(),
         torch.where(is_sink, number, sinks + (number - sinks) % settings.window), torch.ones_like(number, dtype=dtype),
-        hidden.expand(-1, state.k.shape[1], -1, -1).flatten(0, 1), None if mask is None else mask[:, :, None, None] != 0,
+        hidden.expand(-1, state.k.shape[1], -1, -1).flatten(0, 1),
+        None if mask is None else mask[:, :, None, None] != 0,
     )  # fmt: skip
 
 
