@@ -114,7 +114,7 @@ class HLALayer(nn.Module):
     def __init__(self, settings: LayerSettings, device: torch.device | None = None, dtype: torch.dtype | None = None):
         super().__init__()
         self.settings = settings
-        self._of_steps: tuple[list, FarParameters] | None = None
+        self._of_steps: tuple[list, FarParameters, dict[str, Tensor]] | None = None
         for name, shape in settings.parameter_shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
 
@@ -146,10 +146,10 @@ class HLALayer(nn.Module):
             return self._operator_alone(tokens, state, self._own())
         one_token = tokens.q.shape[2] == 1 and state is not None and tokens.segment_ids is None
         if not one_token or torch.is_grad_enabled():
-            self._of_steps = None
+            self._of_steps, own = None, self._own()
             return windowed_attention(
-                tokens.q, tokens.k, tokens.v, self._far_parameters(), window, far_q=tokens.far_q, far_k=tokens.far_k,
-                attention_mask=tokens.mask, segment_ids=tokens.segment_ids, slot_scores=self._scores(tokens),
+                tokens.q, tokens.k, tokens.v, self._far_parameters(own), window, far_q=tokens.far_q, far_k=tokens.far_k,
+                attention_mask=tokens.mask, segment_ids=tokens.segment_ids, slot_scores=self._scores(tokens, own),
                 initial_state=state, return_state=True,
             )  # fmt: skip
         if not in_place:
@@ -159,22 +159,23 @@ class HLALayer(nn.Module):
             lambda: step_tokens(state, tokens.mask, window, self.settings.most_places),
         )  # fmt: skip
         places: StepPlaces = remembered(memo, window, None, lambda: step_places(token, window))
-        parameters, scores = self._step_parameters(), self._scores(tokens)
+        parameters, own = self._step_parameters()
+        scores = self._scores(tokens, own)
         return decode_step(Tokens(*tokens[:5]), state, parameters, window, places, scores), state
 
-    def slot_scores(self, k: Tensor, v: Tensor) -> Tensor:
+    def slot_scores(self, k: Tensor, v: Tensor, own: dict[str, Tensor] | None = None) -> Tensor:
         """The learned scores `[B, Hkv, T]` of tokens, k before its rotation and v `[B, Hkv, T, d]`; for training them,
         with gradients."""
-        own = self._own()
+        own = own or self._own()
         weight = own["score_in"]
         hidden = nn.functional.gelu(torch.cat([k, v], -1).to(weight.dtype) @ weight + own["score_bias"][:, None])
         return (hidden @ own["score_out"][..., None])[..., 0]
 
-    def _scores(self, tokens: LayerTokens) -> Tensor | None:
+    def _scores(self, tokens: LayerTokens, own: dict[str, Tensor] | None = None) -> Tensor | None:
         if not self.settings.learns_scores:
             return None
         with torch.no_grad():  # rounded, as the same token twice must not be told apart by how its k was computed
-            return self.slot_scores(tokens.far_k, tokens.v).bfloat16()
+            return self.slot_scores(tokens.far_k, tokens.v, own).bfloat16()
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_of_steps": None}
@@ -184,15 +185,17 @@ class HLALayer(nn.Module):
         own = {name: getattr(self, name) for name in self.settings.parameter_shapes}  # an adapter may stand for one
         return {n: p.to_local() if isinstance(p, DTensor) else p for n, p in own.items()}
 
-    def _step_parameters(self) -> FarParameters:
+    def _step_parameters(self) -> tuple[FarParameters, dict[str, Tensor]]:
         """Those of decoding, kept from one token to the next: what a step asks of them is done once."""
         values = list(self.parameters() if self._modules else self._parameters.values())  # the latter is much faster
         if torch.compiler.is_compiling() or any(p.is_inference() for p in values):
-            return self._far_parameters()
+            own = self._own()
+            return self._far_parameters(own), own
         versions = [(p.data_ptr(), p._version) for p in values]
         if self._of_steps is None or self._of_steps[0] != versions:
-            self._of_steps = versions, self._far_parameters(at_once=True)
-        return self._of_steps[1]
+            own = self._own()
+            self._of_steps = versions, self._far_parameters(own, at_once=True), own
+        return self._of_steps[1:]
 
     def _maps(self, own: dict[str, Tensor]) -> tuple[Callable, Callable, Callable | None]:
         """Of queries, of keys, and of queries as accumulators (None: e = phi(k))."""
@@ -214,9 +217,9 @@ class HLALayer(nn.Module):
             return nn.functional.logsigmoid(own["decay_logit"].float())
         return None if self.settings.decay is None else math.log(self.settings.decay)
 
-    def _far_parameters(self, at_once: bool = False) -> FarParameters:
+    def _far_parameters(self, own: dict[str, Tensor] | None = None, at_once: bool = False) -> FarParameters:
         """With `at_once` the features of q and k are one product of one weight, their maps and sizes side by side."""
-        own = self._own()
+        own = own or self._own()
         query_map, key_map, accumulator_map = self._maps(own)
         both_maps = None
         if at_once and "q_map" in own:
