@@ -133,15 +133,16 @@ def attend_block(
     q = repeat_heads(q, max(q.shape[1], state_heads))
     k, v = repeat_heads(k, state_heads), repeat_heads(v, state_heads)
     rows, heads, length, dim = q.shape
-    q = q.reshape(rows, state_heads, -1, dim)  # the queries of one state head stand below each other: [group * C, d]
+    group = heads // state_heads
+    q = q.reshape(rows, state_heads, group * length, dim)  # one state head's queries stand below each other
     if length == 1 and chunks == 1:  # one token of decoding: update the state, then read it
         update = k.mT @ v
         if state is not None:
             update = update + (state if weights is None else weights.across[..., None, None] * state)
         return (q @ update).reshape(rows, heads, 1, -1), update
 
-    groups = (rows, state_heads, heads // state_heads, length, -1)
-    scores = (q @ k.mT).view(groups)
+    groups = (group, length)
+    scores = (q @ k.mT).unflatten(2, groups)
     if weights is None:
         scores = (
             scores.tril() if scores.requires_grad else scores.tril_()
@@ -154,14 +155,16 @@ def attend_block(
     if past is not None:
         read = q @ past
         if weights is not None:
-            read = (read.view(groups) * weights.from_start[:, :, None, :, None]).flatten(2, 3)
+            read = (read.unflatten(2, groups) * weights.from_start[:, :, None, :, None]).flatten(2, 3)
         out += read
-    return out.view(rows, heads, length, -1), state
+    return out.view(rows, heads, length, v.shape[3]), state
 
 
 def _chunk_states(update: Tensor, weights: Weights | None, state: Tensor | None, chunks: int):
     """The state before each chunk `[B * chunks, Hs, d, dv]` (None if there was nothing before the only one), and the
     state after the last."""
+    if torch.compiler.is_compiling():
+        return _all_chunk_states(update, None if weights is None else weights.across, state, chunks)
     across = None if weights is None else weights.across[..., None, None]
     if chunks == 1:
         kept = state if across is None or state is None else across * state
@@ -173,6 +176,33 @@ def _chunk_states(update: Tensor, weights: Weights | None, state: Tensor | None,
     for i, update in enumerate(updates.unbind(1)):
         states.append(states[-1] + update if across is None else torch.addcmul(update, across[i], states[-1]))
     return torch.stack(states[:-1], 1).flatten(0, 1), states[-1]
+
+
+def _all_chunk_states(
+    update: Tensor, across: Tensor | None, state: Tensor | None, chunks: int
+) -> tuple[Tensor, Tensor]:
+    """The same without a loop, so that the graph is one for every number of chunks."""
+    updates = update.unflatten(0, (update.shape[0] // chunks, chunks))
+    first = torch.zeros_like(updates[:, :1]) if state is None else state[:, None]
+    states = torch.cat([first, updates], 1)
+    if across is None:
+        states = states.cumsum(1)
+    else:
+        across = across.to(update.dtype).expand(update.shape[0], -1).unflatten(0, updates.shape[:2]).transpose(1, 2)
+        states = _products(across) @ states.transpose(1, 2).flatten(3)
+        states = states.unflatten(3, updates.shape[3:]).transpose(1, 2)
+    return states[:, :-1].flatten(0, 1), states[:, -1]
+
+
+def _products(x: Tensor) -> Tensor:
+    """x `[..., N]`, at least 0: the products of its entries j + 1 to i at i, j `[..., N + 1, N + 1]`, 0 for j > i."""
+    cut = x < torch.finfo(x.dtype).tiny  # no logarithm of these
+    logs, cuts = pad(x.masked_fill(cut, 1).log(), (1, 0)), pad(cut, (1, 0)).cumsum(-1)
+    index = torch.arange(logs.shape[-1], device=x.device)
+    after = index[:, None] > index
+    sums = torch.where(after, logs[..., None], 0).cumsum(-2)  # sums of their own: a difference of two would be inexact
+    kept = (index[:, None] >= index) & (cuts[..., None] == cuts[..., None, :])
+    return sums.exp() * kept
 
 
 # ---- which code evaluates the primitive ----------------------------------------
@@ -231,8 +261,34 @@ class Block(NamedTuple):
         return self.chunks * self.chunk_size
 
 
+def is_one_graph(q: Tensor) -> bool:
+    """Whether a sequence q `[B, H, T, d]` is being compiled or exported: then one graph must do for every length, so it
+    is padded to whole chunks, and these are one block."""
+    return torch.compiler.is_compiling() and q.shape[2] > 1
+
+
+def padding_of(length: int, chunk_size: int) -> int:
+    """How many masked tokens make of `length` at least two whole chunks: one would be a graph of its own. There is at
+    least one chunk of them, as no branch can then depend on whether there are any."""
+    return (length + 2 * chunk_size - 1) // chunk_size * chunk_size - length
+
+
+def lengthen(x: Tensor | None, extra: int) -> Tensor | None:
+    """Zeros at the end of the tokens of `[B, H, T, d]`, `[B, H, T]` or `[B, T]`; what is the same for all stays."""
+    if x is None or (x.ndim == 3 and x.shape[2] == 1):
+        return x
+    return pad(x, (0, 0) * (x.ndim == 4) + (0, extra))
+
+
+def shorten(x: Tensor, length: int, dim: int) -> Tensor:
+    """The first tokens. Not a slice: an export cannot know that there are so many."""
+    return x.index_select(dim, torch.arange(length, device=x.device))
+
+
 def blocks_of(length: int, chunk_size: int, chunks: int) -> list[Block]:
     """Blocks of at most `chunks` chunks; what is left of a chunk is a block of its own."""
+    if torch.compiler.is_compiling() and length > 1:  # padded to whole chunks
+        return [Block(0, length // chunk_size, chunk_size)]
     blocks, start = [], 0
     while start < length:
         size = min(chunk_size, length - start)
@@ -250,13 +306,20 @@ def split(x: Tensor | None, blocks: list[Block], dim: int) -> Sequence[Tensor | 
 
 def fold(x: Tensor | None, chunks: int) -> Tensor | None:
     """`[B, H, chunks * C, ...]` to `[B * chunks, H, C, ...]`."""
-    if x is None or chunks == 1:
+    if x is None or (not torch.compiler.is_compiling() and chunks == 1):
         return x
-    return x.unflatten(2, (chunks, -1)).transpose(1, 2).contiguous().flatten(0, 1)
+    return x.unflatten(2, (chunks, x.shape[2] // chunks)).transpose(1, 2).contiguous().flatten(0, 1)
 
 
 def unfold(x: Tensor, chunks: int) -> Tensor:
-    return x if chunks == 1 else x.unflatten(0, (-1, chunks)).transpose(1, 2).flatten(2, 3)
+    if not torch.compiler.is_compiling() and chunks == 1:
+        return x
+    return x.unflatten(0, (x.shape[0] // chunks, chunks)).transpose(1, 2).flatten(2, 3)
+
+
+def by_chunk(x: Tensor, block: Block) -> Tensor:
+    """`[B, chunks * C]` to `[B * chunks, C]`; no size is left to be found, as a symbol would have to be divided."""
+    return x.unflatten(1, (block.chunks, block.chunk_size)).flatten(0, 1)
 
 
 def run_blocks(step: Callable, blocks: list[Block], state: Sequence, recompute: bool) -> tuple[Tensor, Sequence]:
@@ -309,8 +372,7 @@ def block_weights(decays: Sequence[Tensor | None], block: Block, runs: Tensor | 
     if runs is not None:
         previous = pad(runs, (1, 0))  # the carried state belongs to the first document, number 0
         part = slice(block.start, block.start + block.length)
-        runs = runs[:, part].reshape(-1, block.chunk_size)
-        before = previous[:, part].reshape(-1, block.chunk_size)[:, 0]
+        runs, before = by_chunk(runs[:, part], block), by_chunk(previous[:, part], block)[:, 0]
     made = {}
     for x in decays:
         if id(x) not in made:
@@ -538,12 +600,23 @@ class OperatorCall:
             f"initial_state must have {self.passes} tensors, "
             f"got {0 if self.initial_state is None else len(self.initial_state)}",
         )
-        self.decays = as_decays(self.log_decay, self.passes, q, k)
+        self.decays, self.length = as_decays(self.log_decay, self.passes, q, k), q.shape[2]
+        if self.form == "chunk" and is_one_graph(q):
+            self._lengthen()
         self.runs = document_runs(self.segment_ids, self.attention_mask)
         self.scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
+    def _lengthen(self) -> None:
+        extra = padding_of(self.length, self.chunk_size)
+        if self.attention_mask is None:
+            self.attention_mask = torch.ones_like(self.q[:, 0, :, 0], dtype=torch.bool)
+        for name in ("q", "k", "v", "e", "attention_mask", "segment_ids"):
+            setattr(self, name, lengthen(getattr(self, name), extra))
+        self.decays = [lengthen(x, extra) for x in self.decays]
+
     def run(self) -> Tensor | tuple[Tensor, State]:
         out, states = FORMS[self.form](self)
+        out = shorten(out, self.length, 2) if self.form == "chunk" and is_one_graph(self.q) else out
         return (out, tuple(states)) if self.return_state else out
 
     def prepare(

@@ -8,10 +8,12 @@ A sequence is decided chunk by chunk: the M slots and the C tokens that leave in
 at which step follows from counting. No gradient flows through the choice.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .ops_hla import Weights, attend_block, repeat_heads, safe_divide
 
@@ -53,7 +55,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     batch, heads, count, dim = x.shape
     rows = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * count
     index = repeat_heads(index, heads) + rows
-    return x.reshape(-1, dim).index_select(0, index.flatten()).view(batch, heads, -1, dim)
+    return x.flatten(0, 2).index_select(0, index.flatten()).view(batch, heads, index.shape[2], dim)
 
 
 def take_by_chunk(x: Tensor, index: Tensor) -> Tensor:
@@ -70,30 +72,58 @@ def choose(score: Tensor, kept: Tensor, slots: int) -> Choice:
     [B, chunks]`: whether the slots before a chunk are of the document that it begins with."""
     chunks = kept.shape[1]
     size = (score.shape[-1] - slots) // chunks
-    step = torch.arange(size, device=score.device)
-    begins = torch.cat([step.new_full((slots,), -1), step])
+    first = torch.arange(chunks, device=score.device) * size + slots
+    per_chunk = score[..., slots:].unflatten(2, (chunks, size)).movedim(2, 0), kept.mT, first
     index = torch.arange(slots, device=score.device).expand(*score.shape[:2], -1)
-    held, out = score[..., :slots], []
-    for c in range(chunks):
-        held = held.masked_fill(~kept[:, c, None, None], -torch.inf)
-        first = slots + c * size
-        tokens = torch.cat([index, (first + step).expand(*index.shape[:2], -1)], -1)
-        scores = torch.cat([held, score[..., first : first + size]], -1)
-        order = scores.sort(dim=-1, descending=True, stable=True).indices
-        # the last of the best M + 1 that have come by each step leaves, or the newcomer if that is worse yet
-        come = begins[order][..., None, :] <= step[:, None]
-        worst = (come.cumsum(-1) <= slots).sum(-1)
-        newcomer = order.argsort(-1)[..., slots:]
-        out_now = torch.where(newcomer < worst, order.gather(-1, worst), slots + step)
-        ends = torch.full_like(tokens, size).scatter(-1, out_now, step.expand_as(out_now))
-        none = scores == -torch.inf
-        after = ((ends < size) * 2 + none).sort(dim=-1, stable=True).indices[..., :slots]
-        out.append((tokens.gather(-1, out_now), index, ends.masked_fill(none, -1)))
-        index, held = tokens.gather(-1, after), scores.gather(-1, after)
-    absorbed, start, ends = (torch.stack(x, 2) for x in zip(*out, strict=True))
+    (index, held), out = _scan(_choose_in_chunk, (index, score[..., :slots]), per_chunk)
+    absorbed, start, ends = (x.movedim(0, 2) for x in out)
     ends = ends.transpose(1, 2).flatten(0, 1)[..., None, :]
+    step, begins = _steps(slots, size, score.device)
     alive = (begins <= step[:, None]) & (step[:, None] < ends)
     return Choice(absorbed.flatten(2), start, index, held == -torch.inf, alive)
+
+
+def _steps(slots: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The steps of a chunk, and at which of them each of its M + C tokens comes, -1 for those in the slots before."""
+    step = torch.arange(size, device=device)
+    return step, torch.cat([step.new_full((slots,), -1), step])
+
+
+def _choose_in_chunk(
+    carried: tuple[Tensor, Tensor], chunk: tuple[Tensor, Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """The slots before a chunk, their tokens and scores, to those after it; who is absorbed, who was in them, and at
+    which step each token leaves."""
+    (index, held), (score, kept, first) = carried, chunk
+    slots, size = held.shape[-1], score.shape[-1]
+    step, begins = _steps(slots, size, score.device)
+    held = held.masked_fill(~kept[:, None, None], -torch.inf)
+    tokens = torch.cat([index, (first + step).expand(*index.shape[:2], -1)], -1)
+    scores = torch.cat([held, score], -1)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    # the last of the best M + 1 that have come by each step leaves, or the newcomer if that is worse yet
+    come = begins[order][..., None, :] <= step[:, None]
+    worst = (come.cumsum(-1) <= slots).sum(-1)
+    newcomer = order.argsort(-1)[..., slots:]
+    out_now = torch.where(newcomer < worst, order.gather(-1, worst), slots + step)
+    ends = torch.full_like(tokens, size).scatter(-1, out_now, step.expand_as(out_now))
+    none = scores == -torch.inf
+    after = ((ends < size) * 2 + none).sort(dim=-1, stable=True).indices[..., :slots]
+    out = tokens.gather(-1, out_now), index.clone(), ends.masked_fill(none, -1)
+    return (tokens.gather(-1, after), scores.gather(-1, after)), out
+
+
+def _scan(step: Callable, carried: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> tuple[tuple, tuple]:
+    """`carried, out = step(carried, row)` over the first dimension of `rows`; compiled, `step` is so once."""
+    if torch.compiler.is_compiling():
+        from torch._higher_order_ops.scan import scan
+
+        return scan(step, tuple(x.contiguous() for x in carried), rows)
+    outs = []
+    for row in zip(*(x.unbind(0) for x in rows), strict=True):
+        carried, out = step(carried, row)
+        outs.append(out)
+    return carried, tuple(torch.stack(x) for x in zip(*outs, strict=True))
 
 
 @torch.no_grad()
@@ -108,11 +138,12 @@ def received(scores: Tensor, visible: Tensor, real: Tensor | None, window: int, 
     if real is not None:
         weights = weights * real[:, None, None, :, None]
     size = scores.shape[3]
-    parts = weights[..., -window - size :].sum((2, 3)).unflatten(0, (-1, chunks))
-    total = parts.new_zeros(parts.shape[0], parts.shape[2], window + chunks * size)
-    for c in range(chunks):
-        total[..., c * size : c * size + window + size] += parts[:, c]
-    return total[..., None]
+    parts = weights[..., -window - size :].sum((2, 3)).unflatten(0, (weights.shape[0] // chunks, chunks))
+    # each chunk's W + C sums stand beside those of the chunk before it, C further: so many pieces of C overlap
+    count = -(-window // size) + 1
+    pieces = pad(parts.transpose(1, 2), (0, count * size - window - size)).unflatten(3, (count, size)).unbind(3)
+    total = sum(pad(piece, (0, 0, i, count - 1 - i)) for i, piece in reversed(list(enumerate(pieces))))
+    return total.flatten(2)[..., : window + chunks * size, None]
 
 
 @torch.no_grad()

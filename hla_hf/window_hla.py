@@ -34,18 +34,23 @@ from .ops_hla import (
     as_decays,
     block_weights,
     blocks_of,
+    by_chunk,
     check,
     check_shapes,
     chunks_per_block,
     compute_dtype,
     document_runs,
     fold,
+    is_one_graph,
+    lengthen,
     no_autocast,
     of_heads,
+    padding_of,
     passes_of,
     repeat_heads,
     run_blocks,
     safe_divide,
+    shorten,
     split,
     unfold,
     use_fla,
@@ -260,22 +265,46 @@ def windowed_attention(
     )
     decays = as_decays(parameters.log_decay, len(settings.passes), q, k)
     state = _no_tokens(tokens, parameters, settings) if initial_state is None else initial_state
-    order = None
+    mask, order, longer = attention_mask, None, is_one_graph(q)
+    if longer:
+        extra = padding_of(q.shape[2], _chunk_size(q, segment_ids is not None, settings))
+        mask = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+        mask, slot_scores, segment_ids = (lengthen(x, extra) for x in (mask, slot_scores, segment_ids))
+        tokens, decays = Tokens(*(lengthen(x, extra) for x in tokens)), [lengthen(x, extra) for x in decays]
     if attention_mask is not None:
-        # A stable sort moves each row's padding to its end, where a causal operator never sees it.
-        order = attention_mask.bool().logical_not().long().argsort(dim=1, stable=True)
+        # Each row's padding moves to its end, where a causal operator never sees it.
+        destination, order = _partition(mask)
         tokens = Tokens(*(_gather(x, order) for x in tokens))
         slot_scores = None if slot_scores is None else _gather(slot_scores[..., None], order)[..., 0]
-    layout = _layout(order, attention_mask, segment_ids, state.seen, q.shape[2])
-    if order is not None:
         decays = [x if x is None or x.shape[2] == 1 else _gather(x[..., None], order)[..., 0] for x in decays]
+    layout = _layout(order, mask, segment_ids, state.seen, tokens.q.shape[2])
+    if mask is not None:
         decays = [x if x is None else x.masked_fill(~layout.real[:, None], 0) for x in decays]
     call = _Call(tokens, layout, decays, state, parameters, settings)
     call.give_scores(slot_scores)
     out, past = run_blocks(call.step, call.blocks, _past(state, settings), recompute=q.shape[2] > 1)
     if order is not None:
-        out = _gather(out, order.argsort(1)).masked_fill(attention_mask[:, None, :, None] == 0, 0)
+        destination = shorten(destination, q.shape[2], 1) if longer else destination
+        out = _gather(out, destination).masked_fill(attention_mask[:, None, :, None] == 0, 0)
+    elif longer:
+        out = shorten(out, q.shape[2], 2)
     return (out, call.state_after(past)) if return_state else out
+
+
+def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token goes as the padding of its row moves to the end, and which token then stands where: `[B, T]`."""
+    real = mask != 0
+    before, index = real.cumsum(1), torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    destination = torch.where(real, before - 1, before[:, -1:] + index - before)
+    return destination, index.scatter(1, destination, index)
+
+
+def _chunk_size(q: Tensor, documents: bool, settings: WindowSettings) -> int:
+    size = settings.chunk_size
+    if not q.is_cuda and not settings.slots:  # of the W + C keys that a chunk multiplies a token sees W
+        size = min(size, max(16, settings.window // 2))
+    # with documents, so that one of a chunk at most has sinks beyond the window
+    return min(size, settings.window) if documents else size
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
@@ -309,9 +338,10 @@ def _layout(
 ) -> _Layout:
     index = torch.arange(length, device=seen.device)
     runs, start, real = document_runs(segment_ids, mask), -seen[:, None], None
-    if order is not None:
+    if mask is not None:
         real = index < mask.bool().sum(1, keepdim=True)
-        runs = runs if runs is None else runs.gather(1, order).cummax(1).values
+    if order is not None and runs is not None:
+        runs = runs.gather(1, order).cummax(1).values
     if runs is not None:
         begins = runs.diff(dim=1, prepend=runs[:, :1]) > 0
         start = torch.where(begins, index, start).cummax(1).values
@@ -348,14 +378,11 @@ class _Call:
         parameters: FarParameters, settings: WindowSettings,
     ):  # fmt: skip
         self.all_tokens, self.layout, self.state, self.settings = tokens, layout, state, settings
-        q, dtype, size = tokens.q, compute_dtype(tokens.q), settings.chunk_size
+        q, dtype = tokens.q, compute_dtype(tokens.q)
+        size = _chunk_size(q, layout.runs is not None, settings)
         self.dtype, self.parameters, self.by_fla = dtype, parameters, use_fla(q)
         self.scale = q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
         self.gate = of_heads(parameters.gate.to(dtype), q.shape[1])
-        if not q.is_cuda and not settings.slots:  # of the W + C keys that a chunk multiplies a token sees W
-            size = min(size, max(16, settings.window // 2))
-        if layout.runs is not None:  # then one document of a chunk at most has sinks beyond the window
-            size = min(size, settings.window)
         self.blocks = blocks_of(q.shape[2], size, chunks_per_block(q, size))
         self.tokens = [Tokens(*x) for x in zip(*(split(x, self.blocks, 2) for x in tokens), strict=True)]
         self.decays = list(zip(*(split(x, self.blocks, 2) for x in decays), strict=True))
@@ -377,9 +404,7 @@ class _Call:
         if self.layout.runs is None:
             sinks = self._sinks(self.layout.start)
             return [[x.expand(-1, b.chunks, -1, -1, -1) for x in sinks] for b in self.blocks]
-        first = [i for b in self.blocks for i in range(b.start, b.start + b.length, b.chunk_size)]
-        parts = [x.split([b.chunks for b in self.blocks], 1) for x in self._sinks(self.layout.start[:, first])]
-        return list(zip(*parts, strict=True))
+        return [self._sinks(self.layout.start[:, b.start : b.start + b.length : b.chunk_size]) for b in self.blocks]
 
     def give_scores(self, score: Tensor | None) -> None:
         self.scores = split(score, self.blocks, 2)
@@ -401,7 +426,7 @@ class _Call:
         real = None if self.layout.real is None else self.layout.real[:, part]
         far_tokens = place - (settings.window + settings.num_sinks + settings.slots - 1)  # n_t
         is_far = far_tokens > 0 if real is None else (far_tokens > 0) & real
-        is_far, far_tokens = (x.reshape(-1, 1, far.chunk_size, 1) for x in (is_far, far_tokens))
+        is_far, far_tokens = (by_chunk(x, far)[:, None, :, None] for x in (is_far, far_tokens))
 
         k, v, far_k = (torch.cat(pair, 2) for pair in zip(past[:3], (tokens.k, tokens.v, tokens.far_k), strict=True))
         far_q, pasts = None, [self._last(x, real) for x in (k, v, far_k)]
@@ -452,7 +477,7 @@ class _Call:
         state behind them."""
         block, settings = self.blocks[i], self.settings
         size, columns = block.chunk_size, settings.num_sinks + settings.window
-        place = self.layout.place[:, block.start : block.start + block.length].reshape(-1, size)
+        place = by_chunk(self.layout.place[:, block.start : block.start + block.length], block)
         visible = near_visible(place, settings)
         window = ([x.unfold(2, settings.window + size, size).permute(0, 2, 1, 4, 3)] for x in (k, v))
         near_k, near_v = (
@@ -486,7 +511,8 @@ class _Call:
     def _scores(self, q: Tensor, keys: list[Tensor]) -> Tensor:
         """`[B * chunks, Hkv, group, C, columns]`, of q `[B * chunks, H, C, d]`, scaled."""
         k, softcap = self._joined(keys), self.settings.softcap
-        scores = (q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.mT).unflatten(2, (-1, q.shape[2]))
+        group = q.shape[1] // k.shape[1], q.shape[2]
+        scores = (q.unflatten(1, (k.shape[1], group[0])).flatten(2, 3) @ k.mT).unflatten(2, group)
         return scores if softcap is None else softcap * (scores / softcap).tanh()
 
     def _by_attention(self, i: int) -> bool:
@@ -501,7 +527,7 @@ class _Call:
             new = self.scores[i].detach().to(self.dtype)[..., None]
         elif settings.slot_score == "recall":
             stored = self.layout.place[:, part] >= settings.num_sinks
-            stored = (stored if real is None else stored & real).reshape(-1, 1, block.chunk_size, 1)
+            stored = by_chunk(stored if real is None else stored & real, block)[:, None, :, None]
             tokens, (weights,) = self.tokens[i], block_weights([None], block, self.layout.runs)
             with torch.no_grad():
                 key = fold(self.parameters.key_map(tokens.far_k).to(self.dtype), block.chunks)
@@ -514,7 +540,7 @@ class _Call:
             new = past.score.new_zeros(*past.score.shape[:2], block.length, 1)
         held = torch.cat([past.score, new], 2)
         if self._by_attention(i):
-            real = None if real is None else real.reshape(-1, block.chunk_size)
+            real = None if real is None else by_chunk(real, block)
             held = held + received(scores.detach(), visible, real, settings.window, block.chunks)
         return held, recall
 
