@@ -335,12 +335,12 @@ def unrotated(
     def as_matrix() -> Tensor:
         unit = torch.eye(q.shape[-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         unit = unit[None, :, None].expand(len(rotation[0]), -1, -1, -1)
-        return rotate(unit, unit, *inverse())[0].squeeze(2)  # [B, d, d], or one for all rows
+        return rotate(unit, unit, *inverse())[0].squeeze(2).to(q.dtype)  # [B, d, d], or one for all rows
 
     if q.shape[2] == 1 and memo is not None:  # one product with one matrix for all layers
         matrix = remembered(memo, "matrix", rotation[0], as_matrix)
-        both = torch.cat([q, k], 1).squeeze(2).to(matrix.dtype) @ matrix
-        return both.to(q.dtype).unsqueeze(2).split([q.shape[1], k.shape[1]], 1)
+        both = torch.cat([q, k], 1).squeeze(2) @ matrix
+        return both.unsqueeze(2).split([q.shape[1], k.shape[1]], 1)
     return tuple(x.to(q.dtype) for x in rotate(q, k, *remembered(memo, "inverse", rotation[0], inverse)))
 
 

@@ -70,6 +70,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What products of tokens with tokens run in: x's own dtype, where the device has units for it."""
+    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()):
+        return x.dtype
+    return compute_dtype(x)
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """`[B, Hkv, ...]` to `[B, H, ...]`, each head repeated for its group of queries."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -125,7 +132,8 @@ def attend_block(
     """LA over a block of chunks folded into the batch, given the state of all that came before it.
 
     q `[B * chunks, H, C, d]`; k, v `[B * chunks, H or Hkv, C, .]`; state None or `[B, Hs, d, dv]`, Hs the most heads
-    that k, v and the weights have. Returns out `[B * chunks, H, C, dv]` and the new state.
+    that k, v and the weights have. Returns out `[B * chunks, H, C, dv]` and the new state, which is fp32 also if q, k
+    and v are not.
     """
     state_heads = max(k.shape[1], v.shape[1], 1 if weights is None else weights.across.shape[1])
     if weights is not None and weights.across.shape[1] > 1:
@@ -135,7 +143,9 @@ def attend_block(
     rows, heads, length, dim = q.shape
     group = heads // state_heads
     q = q.reshape(rows, state_heads, group * length, dim)  # one state head's queries stand below each other
+    exact = compute_dtype(v)
     if length == 1 and chunks == 1:  # one token of decoding: update the state, then read it
+        q, k, v = (x.to(exact) for x in (q, k, v))
         update = k.mT @ v
         if state is not None:
             update = update + (state if weights is None else weights.across[..., None, None] * state)
@@ -148,12 +158,12 @@ def attend_block(
             scores.tril() if scores.requires_grad else scores.tril_()
         )  # in place, a view's gradient is copied thrice
     else:
-        scores = scores * weights.between[:, :, None]
+        scores = (scores * weights.between[:, :, None]).to(v.dtype)
     out = scores.flatten(2, 3) @ v
-    update = (k if weights is None else k * weights.to_end[..., None]).mT @ v
+    update = (k.to(exact) if weights is None else k.to(exact) * weights.to_end[..., None]).mT @ v.to(exact)
     past, state = _chunk_states(update, weights, state, chunks)
     if past is not None:
-        read = q @ past
+        read = q @ past.to(q.dtype)
         if weights is not None:
             read = (read.unflatten(2, groups) * weights.from_start[:, :, None, :, None]).flatten(2, 3)
         out += read

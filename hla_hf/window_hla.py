@@ -47,6 +47,7 @@ from .ops_hla import (
     of_heads,
     padding_of,
     passes_of,
+    product_dtype,
     repeat_heads,
     run_blocks,
     safe_divide,
@@ -195,8 +196,8 @@ def local_softmax(scores: Tensor, visible: Tensor, v: Tensor) -> tuple[Tensor, T
     `[N, Hkv, group, C, columns]`, what is visible `[N, 1 or Hkv, C, columns]` and v `[N, Hkv, columns, dv]`."""
     hide = scores.masked_fill if scores.requires_grad else scores.masked_fill_  # in place where nothing is kept
     weights = hide(~visible[:, :, None], -torch.inf).softmax(-1)
-    out = (weights.flatten(2, 3) @ v).unflatten(2, (-1, scores.shape[3])).flatten(1, 2)
-    return out, weights.amax(-1).flatten(1, 2)[..., None]
+    out = (weights.flatten(2, 3).to(v.dtype) @ v).unflatten(2, (-1, scores.shape[3])).flatten(1, 2)
+    return out.to(weights.dtype), weights.amax(-1).flatten(1, 2)[..., None]
 
 
 def join(near: Tensor, far: Tensor, weight: Tensor, signed: bool = True) -> Tensor:
@@ -381,6 +382,10 @@ class _Call:
         q, dtype = tokens.q, compute_dtype(tokens.q)
         size = _chunk_size(q, layout.runs is not None, settings)
         self.dtype, self.parameters, self.by_fla = dtype, parameters, use_fla(q)
+        self.near_dtype = product_dtype(q)
+        # sums of sums need more, float16 has too small a range, kernels refuse an odd width of values in their backward
+        narrow = settings.operator == "linear" and self.near_dtype == torch.bfloat16 and not self.by_fla
+        self.far_dtype = torch.bfloat16 if narrow else dtype
         self.scale = q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
         self.gate = of_heads(parameters.gate.to(dtype), q.shape[1])
         self.blocks = blocks_of(q.shape[2], size, chunks_per_block(q, size))
@@ -439,16 +444,16 @@ class _Call:
             return held if choice is None else take(torch.cat([slots, held], 2), choice.absorbed)
 
         old = past.slots or Slots(*[None] * 7)
-        query = parameters.query_map(tokens.far_q).to(self.dtype)
-        key = parameters.key_map(entering(far_k, old.far_k)).to(self.dtype)
+        query = parameters.query_map(tokens.far_q).to(self.far_dtype)
+        key = parameters.key_map(entering(far_k, old.far_k)).to(self.far_dtype)
         query, key = fold(query, far.chunks), fold(key, far.chunks).masked_fill(~is_far, 0)
         accumulator, past_far_q = key, past.far_q
         if past.far_q is not None:
             far_q = torch.cat([past.far_q, tokens.far_q], 2)
             past_far_q = self._last(far_q, real)
-            accumulator = parameters.accumulator_map(entering(far_q, old.far_q)).to(self.dtype)
+            accumulator = parameters.accumulator_map(entering(far_q, old.far_q)).to(self.far_dtype)
             accumulator = fold(accumulator, far.chunks).masked_fill(~is_far, 0)
-        value = fold(entering(v, old.v).to(self.dtype), far.chunks)
+        value = fold(entering(v, old.v).to(self.far_dtype), far.chunks)
 
         with no_autocast(tokens.q):
             attend = passes_of(past.states, self.decays[i], far, self.layout.runs, self.by_fla)
@@ -484,7 +489,7 @@ class _Call:
             window if self.sinks[i] is None else ([x, *y] for x, y in zip(self.sinks[i], window, strict=True))
         )
         with no_autocast(k):
-            q = fold(self.tokens[i].q.to(self.dtype) * self.scale, block.chunks)
+            q = fold((self.tokens[i].q.to(self.dtype) * self.scale).to(self.near_dtype), block.chunks)
             if not settings.slots:
                 return local_softmax(self._scores(q, near_k), visible[:, None], self._joined(near_v)), None, None, None
             scores = self._scores(q, near_k) if self._by_attention(i) else None
@@ -506,13 +511,13 @@ class _Call:
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         """Of `[B, chunks, Hkv, ., d]` each, `[B * chunks, Hkv, columns, d]`."""
-        return torch.cat(parts, 3).flatten(0, 1).to(self.dtype)
+        return torch.cat(parts, 3).flatten(0, 1).to(self.near_dtype)
 
     def _scores(self, q: Tensor, keys: list[Tensor]) -> Tensor:
         """`[B * chunks, Hkv, group, C, columns]`, of q `[B * chunks, H, C, d]`, scaled."""
         k, softcap = self._joined(keys), self.settings.softcap
         group = q.shape[1] // k.shape[1], q.shape[2]
-        scores = (q.unflatten(1, (k.shape[1], group[0])).flatten(2, 3) @ k.mT).unflatten(2, group)
+        scores = (q.unflatten(1, (k.shape[1], group[0])).flatten(2, 3) @ k.mT).unflatten(2, group).to(self.dtype)
         return scores if softcap is None else softcap * (scores / softcap).tanh()
 
     def _by_attention(self, i: int) -> bool:
@@ -745,8 +750,9 @@ def decode_step(
 
     with no_autocast(q):
         attend = _StepPasses([getattr(state, name) for name in settings.passes], decays)
-        scores = _step_scores(q.to(dtype), state.k.to(dtype), places.hidden, settings)
-        near, largest = _step_softmax(scores, state.v.to(dtype), heads)
+        near_dtype = product_dtype(q)
+        scores = _step_scores(q.to(near_dtype), state.k.to(near_dtype), places.hidden, settings)
+        near, largest = _step_softmax(scores, state.v.to(near_dtype), heads)
         if settings.slots and slot_scores is None and settings.slot_score == "attention":
             _receive(scores, state, places.token)
         weight = of_heads(parameters.gate.to(dtype), heads) * largest * places.far_weight
@@ -770,15 +776,17 @@ def _step_scores(q: Tensor, k: Tensor, hidden: Tensor, settings: WindowSettings)
     dim, k = q.shape[-1], k.flatten(0, 1)
     scale = dim**-0.5 if settings.scale is None else settings.scale
     q = q.reshape(k.shape[0], -1, dim)
-    if settings.softcap is None:
+    if settings.softcap is None and q.dtype == hidden.dtype:
         return torch.baddbmm(hidden, q, k.mT, alpha=scale)
-    return settings.softcap * (scale / settings.softcap * (q @ k.mT)).tanh() + hidden
+    scores = scale * (q @ k.mT).to(hidden.dtype)
+    return (scores if settings.softcap is None else settings.softcap * (scores / settings.softcap).tanh()) + hidden
 
 
 def _step_softmax(scores: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """`local_softmax` of one token per row."""
     weights, batch = scores.softmax(-1), v.shape[0]
-    return (weights @ v.flatten(0, 1)).view(batch, heads, 1, -1), weights.amax(-1).view(batch, heads, 1, 1)
+    out = (weights.to(v.dtype) @ v.flatten(0, 1)).to(weights.dtype)
+    return out.view(batch, heads, 1, -1), weights.amax(-1).view(batch, heads, 1, 1)
 
 
 def _receive(scores: Tensor, state: LayerState, token: StepTokens) -> None:

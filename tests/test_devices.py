@@ -5,6 +5,7 @@ import pytest
 import torch
 from tiny import CACHE, MODES, tiny_config, tokens
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import hla_hf
@@ -70,6 +71,48 @@ def test_packed_documents(packing):
     model, ids = meta_model(**MODES["windowed"]), meta_tokens(1, 40)
     given = {"position_ids": ids, "seq_idx": ids, "cu_seq_lens_q": ids[0, :3]}[packing]
     model(ids, labels=ids, use_cache=False, **{packing: given}).loss.backward()
+
+
+class Products(TorchDispatchMode):
+    """Keeps the matrix products whose inputs are float32: the shapes of their inputs and output."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.float32 = 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        if function._opname in ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_"):
+            self.count += 1
+            inputs = args[-2:]
+            if any(x.dtype == torch.float32 for x in inputs):
+                self.float32.append([tuple(x.shape[-2:]) for x in (*inputs, out)])
+        return out
+
+
+@pytest.mark.parametrize("call", ["training", "prefill", "decoding"])
+@pytest.mark.parametrize("settings", [{}, {"hla_slots": 5}, {"hla_slots": 5, "hla_slot_score": "learned"}])
+def test_products_are_in_half_precision(settings, call):
+    """But for those that sum into the states, in decoding also that which reads one just written, and Transformers' own
+    of frequencies and positions."""
+    model = meta_model(hla_operator="linear", hla_window=32, hla_num_sinks=2, head_dim=24, **settings)
+    assert model.config.hla_feature_map == "hedgehog" and model.config.hla_chunk_size != 32
+    ids, cache = meta_tokens(2, 200), hla_hf.new_cache(model.config)
+    with torch.set_grad_enabled(call == "training"):
+        if call == "decoding":
+            model(ids, **{CACHE: cache})
+        with Products() as products:
+            if call == "training":
+                model.train()(ids, labels=ids, use_cache=False).loss.backward()
+            else:
+                model(ids[:, : 1 if call == "decoding" else 200], **{CACHE: cache})
+    state = {(48, 25), (25, 48)}
+    others = [
+        (a, b, out)
+        for a, b, out in products.float32
+        if not state & ({out} if call == "prefill" else {a, b, out}) and a[1] != 1
+    ]
+    assert products.count > 20 and len(products.float32) > 2 and not others
 
 
 class Waits(TorchFunctionMode):

@@ -1,0 +1,130 @@
+"""What flash-linear-attention's kernels need of a GPU, compiled for it without one.
+
+    python benchmarks/resources.py [--targets sm_80 sm_90 gfx942] [--head-dims 64 128] [--json FILE]
+
+The kernels of a default layer's forward and backward pass, the part beyond the window, as `hla_hf` calls them: features
+of 2 head_dim, values of head_dim and a column of ones, in fp32. Every configuration that Triton's autotuner would time
+is compiled. Per kernel: how many there are, how many fit (shared memory of a block within the target's, no register
+spilled), and what the leanest needs: registers and spilled bytes per thread, bytes of shared memory per block.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from fla.ops.simple_gla import chunk_simple_gla  # before a device is made up, whose name it would ask for
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+# and the bytes of shared memory that a block can have
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 166_912),
+    "sm_90": (GPUTarget("cuda", 90, 32), 232_448),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65_536),
+}
+
+
+class NoDevice:
+    """What Triton asks its driver for when nothing is launched."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Callable:
+        def compile_only(call: Callable, **_) -> list[float]:
+            call()
+            return [0.0, 0.0, 0.0]
+
+        return compile_only
+
+
+class Needs(NamedTuple):
+    spilled: int
+    shared: int
+    registers: int
+
+
+def needs(kernel: CompiledKernel) -> Needs:
+    """By the assembler's own count."""
+    if "amdgcn" in kernel.asm:
+        found = (re.search(rf"\.vgpr_{x}:\s*(\d+)", kernel.asm["amdgcn"]) for x in ("count", "spill_count"))
+        registers, spilled = (int(x[1]) for x in found)
+        return Needs(4 * spilled, kernel.metadata.shared, registers)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        command = [tool, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{x}:(\d+)", usage)[1]) for x in ("REG", "STACK", "LOCAL"))
+    return Needs(stack + local, kernel.metadata.shared, registers)
+
+
+def compiled(target: GPUTarget, head_dim: int) -> dict[str, list[CompiledKernel]]:
+    """By name, in each configuration."""
+    kernels: dict[str, list[CompiledKernel]] = {}
+    launch = JITFunction.run
+
+    def compile_only(function: JITFunction, *arguments, warmup: bool, **options) -> CompiledKernel:
+        kernel = launch(function, *arguments, warmup=True, **options)
+        kernels.setdefault(function.fn.__name__, []).append(kernel)
+        return kernel
+
+    driver.set_active(NoDevice(target))
+    JITFunction.run = compile_only
+    try:
+        features, values = 2 * head_dim, head_dim + 1
+        q, k, v = (torch.zeros(1, 128, 4, size, requires_grad=True) for size in (features, features, values))
+        state = torch.zeros(1, 4, features, values)
+        out, _ = chunk_simple_gla(q, k, v, scale=1.0, initial_state=state, output_final_state=True)
+        out.sum().backward()
+    finally:
+        JITFunction.run = launch
+    return kernels
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    options = parser.parse_args()
+    rows = []
+    columns = "".join(f"{x:>9}" for x in ("head_dim", "configs", "fit", "regs", "spilled", "shared"))
+    print(f"{'target':8}{'kernel':24}{columns}")
+    for name in options.targets:
+        target, limit = TARGETS[name]
+        for head_dim in options.head_dims:
+            for kernel, configurations in compiled(target, head_dim).items():
+                all_needs = sorted(map(needs, configurations))
+                fitting = [x for x in all_needs if x.spilled == 0 and x.shared <= limit]
+                best = (fitting or all_needs)[0]
+                row = {"target": name, "head_dim": head_dim, "kernel": kernel, "configurations": len(all_needs)}
+                rows.append(row | {"fit": len(fitting)} | best._asdict())
+                numbers = head_dim, len(all_needs), len(fitting), best.registers, best.spilled, best.shared
+                print(f"{name:8}{kernel:24}{''.join(f'{x:9,}' for x in numbers)}", flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
