@@ -8,7 +8,6 @@ A sequence is decided chunk by chunk: the M slots and the C tokens that leave in
 at which step follows from counting. No gradient flows through the choice.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -67,7 +66,8 @@ def choose(score: Tensor, kept: Tensor, slots: int) -> Choice:
     first = torch.arange(chunks, device=score.device) * size + slots
     per_chunk = score[..., slots:].unflatten(2, (chunks, size)).movedim(2, 0), kept.mT, first
     index = torch.arange(slots, device=score.device).expand(*score.shape[:2], -1)
-    (index, held), out = _scan(_choose_in_chunk, (index, score[..., :slots]), per_chunk)
+    scan = _scan_in_graph if torch.compiler.is_compiling() else _scan
+    index, held, *out = scan(index.contiguous(), score[..., :slots].contiguous(), *per_chunk)
     absorbed, start, ends = (x.movedim(0, 2) for x in out)
     ends = ends.transpose(1, 2).flatten(0, 1)[..., None, :]
     step, begins = _steps(slots, size, score.device)
@@ -81,12 +81,9 @@ def _steps(slots: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]
     return step, torch.cat([step.new_full((slots,), -1), step])
 
 
-def _choose_in_chunk(
-    carried: tuple[Tensor, Tensor], chunk: tuple[Tensor, Tensor, Tensor]
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """The slots before a chunk, their tokens and scores, to those after it; who is absorbed, who was in them, and at
-    which step each token leaves."""
-    (index, held), (score, kept, first) = carried, chunk
+def _choose_in_chunk(index: Tensor, held: Tensor, score: Tensor, kept: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+    """The tokens in the slots before a chunk and their scores to those after it; who is absorbed, who was in the slots
+    and at which step each token leaves."""
     slots, size = held.shape[-1], score.shape[-1]
     step, begins = _steps(slots, size, score.device)
     held = held.masked_fill(~kept[:, None, None], -torch.inf)
@@ -102,20 +99,26 @@ def _choose_in_chunk(
     none = scores == -torch.inf
     after = ((ends < size) * 2 + none).sort(dim=-1, stable=True).indices[..., :slots]
     out = tokens.gather(-1, out_now), index.clone(), ends.masked_fill(none, -1)
-    return (tokens.gather(-1, after), scores.gather(-1, after)), out
+    return tokens.gather(-1, after), scores.gather(-1, after), *out
 
 
-def _scan(step: Callable, carried: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> tuple[tuple, tuple]:
-    """`carried, out = step(carried, row)` over the first dimension of `rows`; compiled, `step` is so once."""
-    if torch.compiler.is_compiling():
-        from torch._higher_order_ops.scan import scan
-
-        return scan(step, tuple(x.contiguous() for x in carried), rows)
+def _scan(index: Tensor, held: Tensor, *per_chunk: Tensor) -> list[Tensor]:
+    """`_choose_in_chunk` chunk by chunk: the last tokens and scores, and the rest of each chunk's result, stacked."""
     outs = []
-    for row in zip(*(x.unbind(0) for x in rows), strict=True):
-        carried, out = step(carried, row)
+    for chunk in zip(*(x.unbind(0) for x in per_chunk), strict=True):
+        index, held, *out = _choose_in_chunk(index, held, *chunk)
         outs.append(out)
-    return carried, tuple(torch.stack(x) for x in zip(*outs, strict=True))
+    return [index, held, *(torch.stack(x) for x in zip(*outs, strict=True))]
+
+
+@torch.compiler.allow_in_graph
+def _scan_in_graph(index: Tensor, held: Tensor, *per_chunk: Tensor) -> list[Tensor]:
+    """The same, its body compiled once. Allowed in a graph, as attributes set after `scan` are lost in one that
+    TorchDynamo traces."""
+    from torch._higher_order_ops.scan import scan_op
+
+    with torch.no_grad():
+        return list(scan_op(_choose_in_chunk, [index, held], list(per_chunk), additional_inputs=()))
 
 
 @torch.no_grad()
