@@ -58,16 +58,20 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def choose(score: Tensor, kept: Tensor, slots: int) -> Choice:
+def choose(score: Tensor, kept: Tensor, slots: int, length: int = 0) -> Choice:
     """`score [B, Hkv, M + n]` of the pool, -inf where there is no token, empty slots behind full ones; `kept
-    [B, chunks]`: whether the slots before a chunk are of the document that it begins with."""
+    [B, chunks]`: whether the slots before a chunk are of the document that it begins with; length: the sequence's
+    before it was padded, of which a graph for every length computes all sizes."""
     chunks = kept.shape[1]
     size = (score.shape[-1] - slots) // chunks
     first = torch.arange(chunks, device=score.device) * size + slots
     per_chunk = score[..., slots:].unflatten(2, (chunks, size)).movedim(2, 0), kept.mT, first
     index = torch.arange(slots, device=score.device).expand(*score.shape[:2], -1)
-    scan = _scan_in_graph if torch.compiler.is_compiling() else _scan
-    index, held, *out = scan(index.contiguous(), score[..., :slots].contiguous(), *per_chunk)
+    carried = index.contiguous(), score[..., :slots].contiguous()
+    if torch.compiler.is_compiling():
+        index, held, *out = _scan_in_graph(carried, per_chunk, (len(score), length))
+    else:
+        index, held, *out = _scan(*carried, *per_chunk)
     absorbed, start, ends = (x.movedim(0, 2) for x in out)
     ends = ends.transpose(1, 2).flatten(0, 1)[..., None, :]
     step, begins = _steps(slots, size, score.device)
@@ -81,7 +85,9 @@ def _steps(slots: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]
     return step, torch.cat([step.new_full((slots,), -1), step])
 
 
-def _choose_in_chunk(index: Tensor, held: Tensor, score: Tensor, kept: Tensor, first: Tensor) -> tuple[Tensor, ...]:
+def _choose_in_chunk(
+    index: Tensor, held: Tensor, score: Tensor, kept: Tensor, first: Tensor, *_: int
+) -> tuple[Tensor, ...]:
     """The tokens in the slots before a chunk and their scores to those after it; who is absorbed, who was in the slots
     and at which step each token leaves."""
     slots, size = held.shape[-1], score.shape[-1]
@@ -112,13 +118,16 @@ def _scan(index: Tensor, held: Tensor, *per_chunk: Tensor) -> list[Tensor]:
 
 
 @torch.compiler.allow_in_graph
-def _scan_in_graph(index: Tensor, held: Tensor, *per_chunk: Tensor) -> list[Tensor]:
-    """The same, its body compiled once. Allowed in a graph, as attributes set after `scan` are lost in one that
-    TorchDynamo traces."""
+def _scan_in_graph(
+    carried: tuple[Tensor, ...], per_chunk: tuple[Tensor, ...], symbols: tuple[int, ...]
+) -> list[Tensor]:
+    """The same, its body compiled once; `symbols` are the sizes from which Inductor computes those of the result.
+    Allowed in a graph, as attributes set after `scan` are lost in one that TorchDynamo traces."""
     from torch._higher_order_ops.scan import scan_op
 
+    symbols = tuple(x for x in symbols if isinstance(x, torch.SymInt))
     with torch.no_grad():
-        return list(scan_op(_choose_in_chunk, [index, held], list(per_chunk), additional_inputs=()))
+        return list(scan_op(_choose_in_chunk, list(carried), list(per_chunk), additional_inputs=symbols))
 
 
 @torch.no_grad()
