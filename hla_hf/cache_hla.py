@@ -89,6 +89,8 @@ class HLACacheLayer(CacheLayerMixin):
         """Whether the state may be written over: nobody else holds it."""
         if self.record_past or self.state is None or self.max_cache_len is not None:
             return not self.record_past
+        if torch.compiler.is_dynamo_compiling():  # which does not know of inference mode
+            return False
         return torch.is_inference_mode_enabled() or not self.state.seen.is_inference()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

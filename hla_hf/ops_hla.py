@@ -198,8 +198,8 @@ def _all_chunk_states(
     if across is None:
         states = states.cumsum(1)
     else:
-        across = across.to(update.dtype).expand(update.shape[0], -1).unflatten(0, updates.shape[:2]).transpose(1, 2)
-        states = _products(across) @ states.transpose(1, 2).flatten(3)
+        across = across.expand(update.shape[0], -1).unflatten(0, updates.shape[:2]).transpose(1, 2)
+        states = _products(across).to(states.dtype) @ states.transpose(1, 2).flatten(3)
         states = states.unflatten(3, updates.shape[3:]).transpose(1, 2)
     return states[:, :-1].flatten(0, 1), states[:, -1]
 
@@ -525,13 +525,15 @@ def as_decays(log_decay: Decay | Sequence[Decay], passes: int, q: Tensor, k: Ten
         entry = entry.to(q.device, compute_dtype(q))
         shape = tuple(entry.shape)
         heads_allowed = (heads, k.shape[1])
-        check(
+        if not (
             shape == ()
             or (len(shape) == 1 and shape[0] in heads_allowed)
-            or (len(shape) == 3 and shape[0] == batch and shape[1] in heads_allowed and shape[2] == length),
-            f"log_decay must be a number, [H] or [B, H, T] with H one of {heads_allowed}, B {batch}, T {length}, "
-            f"got shape {shape}",
-        )
+            or (len(shape) == 3 and shape[0] == batch and shape[1] in heads_allowed and shape[2] == length)
+        ):  # not by `check`: a compiler that makes the message takes T for a constant
+            raise ValueError(
+                f"log_decay must be a number, [H] or [B, H, T] with H one of {heads_allowed}, B {batch}, T {length}, "
+                f"got shape {shape}"
+            )
         if entry.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere a look at values is a wait
             check(not bool((entry > 0).any()), f"log_decay must be at most 0, got a value of {entry.max().item():.4g}")
         decays.append(entry if len(shape) == 3 else entry.reshape(1, -1, 1))

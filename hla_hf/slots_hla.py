@@ -8,7 +8,6 @@ A sequence is decided chunk by chunk: the M slots and the C tokens that leave in
 at which step follows from counting. No gradient flows through the choice.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -67,15 +66,20 @@ def take_by_chunk(x: Tensor, index: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def choose(score: Tensor, kept: Tensor, slots: int) -> Choice:
+def choose(score: Tensor, kept: Tensor, slots: int, length: int = 0) -> Choice:
     """`score [B, Hkv, M + n]` of the pool, -inf where there is no token, empty slots behind full ones; `kept
-    [B, chunks]`: whether the slots before a chunk are of the document that it begins with."""
+    [B, chunks]`: whether the slots before a chunk are of the document that it begins with; length: the sequence's
+    before it was padded, of which a graph for every length computes all sizes."""
     chunks = kept.shape[1]
     size = (score.shape[-1] - slots) // chunks
     first = torch.arange(chunks, device=score.device) * size + slots
     per_chunk = score[..., slots:].unflatten(2, (chunks, size)).movedim(2, 0), kept.mT, first
     index = torch.arange(slots, device=score.device).expand(*score.shape[:2], -1)
-    (index, held), out = _scan(_choose_in_chunk, (index, score[..., :slots]), per_chunk)
+    carried = index.contiguous(), score[..., :slots].contiguous()
+    if torch.compiler.is_compiling():
+        index, held, *out = _scan_in_graph(carried, per_chunk, (len(score), length))
+    else:
+        index, held, *out = _scan(*carried, *per_chunk)
     absorbed, start, ends = (x.movedim(0, 2) for x in out)
     ends = ends.transpose(1, 2).flatten(0, 1)[..., None, :]
     step, begins = _steps(slots, size, score.device)
@@ -90,11 +94,10 @@ def _steps(slots: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _choose_in_chunk(
-    carried: tuple[Tensor, Tensor], chunk: tuple[Tensor, Tensor, Tensor]
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """The slots before a chunk, their tokens and scores, to those after it; who is absorbed, who was in them, and at
-    which step each token leaves."""
-    (index, held), (score, kept, first) = carried, chunk
+    index: Tensor, held: Tensor, score: Tensor, kept: Tensor, first: Tensor, *_: int
+) -> tuple[Tensor, ...]:
+    """The tokens in the slots before a chunk and their scores to those after it; who is absorbed, who was in the slots
+    and at which step each token leaves."""
     slots, size = held.shape[-1], score.shape[-1]
     step, begins = _steps(slots, size, score.device)
     held = held.masked_fill(~kept[:, None, None], -torch.inf)
@@ -110,20 +113,29 @@ def _choose_in_chunk(
     none = scores == -torch.inf
     after = ((ends < size) * 2 + none).sort(dim=-1, stable=True).indices[..., :slots]
     out = tokens.gather(-1, out_now), index.clone(), ends.masked_fill(none, -1)
-    return (tokens.gather(-1, after), scores.gather(-1, after)), out
+    return tokens.gather(-1, after), scores.gather(-1, after), *out
 
 
-def _scan(step: Callable, carried: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> tuple[tuple, tuple]:
-    """`carried, out = step(carried, row)` over the first dimension of `rows`; compiled, `step` is so once."""
-    if torch.compiler.is_compiling():
-        from torch._higher_order_ops.scan import scan
-
-        return scan(step, tuple(x.contiguous() for x in carried), rows)
+def _scan(index: Tensor, held: Tensor, *per_chunk: Tensor) -> list[Tensor]:
+    """`_choose_in_chunk` chunk by chunk: the last tokens and scores, and the rest of each chunk's result, stacked."""
     outs = []
-    for row in zip(*(x.unbind(0) for x in rows), strict=True):
-        carried, out = step(carried, row)
+    for chunk in zip(*(x.unbind(0) for x in per_chunk), strict=True):
+        index, held, *out = _choose_in_chunk(index, held, *chunk)
         outs.append(out)
-    return carried, tuple(torch.stack(x) for x in zip(*outs, strict=True))
+    return [index, held, *(torch.stack(x) for x in zip(*outs, strict=True))]
+
+
+@torch.compiler.allow_in_graph
+def _scan_in_graph(
+    carried: tuple[Tensor, ...], per_chunk: tuple[Tensor, ...], symbols: tuple[int, ...]
+) -> list[Tensor]:
+    """The same, its body compiled once; `symbols` are the sizes from which Inductor computes those of the result.
+    Allowed in a graph, as attributes set after `scan` are lost in one that TorchDynamo traces."""
+    from torch._higher_order_ops.scan import scan_op
+
+    symbols = tuple(x for x in symbols if isinstance(x, torch.SymInt))
+    with torch.no_grad():
+        return list(scan_op(_choose_in_chunk, list(carried), list(per_chunk), additional_inputs=symbols))
 
 
 @torch.no_grad()

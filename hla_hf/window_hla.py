@@ -282,7 +282,7 @@ def windowed_attention(
     if mask is not None:
         decays = [x if x is None else x.masked_fill(~layout.real[:, None], 0) for x in decays]
     call = _Call(tokens, layout, decays, state, parameters, settings)
-    call.give_scores(slot_scores)
+    call.give_scores(slot_scores, q.shape[2])
     out, past = run_blocks(call.step, call.blocks, _past(state, settings), recompute=q.shape[2] > 1)
     if order is not None:
         destination = shorten(destination, q.shape[2], 1) if longer else destination
@@ -411,8 +411,8 @@ class _Call:
             return [[x.expand(-1, b.chunks, -1, -1, -1) for x in sinks] for b in self.blocks]
         return [self._sinks(self.layout.start[:, b.start : b.start + b.length : b.chunk_size]) for b in self.blocks]
 
-    def give_scores(self, score: Tensor | None) -> None:
-        self.scores = split(score, self.blocks, 2)
+    def give_scores(self, score: Tensor | None, length: int) -> None:
+        self.scores, self.length = split(score, self.blocks, 2), length
 
     def _last(self, held: Tensor, real: Tensor | None) -> Tensor:
         """The next block's past: the last W of `[B, ., W + n, .]`, slot i of which holds the token that leaves the
@@ -558,7 +558,7 @@ class _Call:
         score = score[:, :, : block.length, 0].clamp(min=torch.finfo(score.dtype).min)
         score = score.masked_fill(~leaves[:, None], -torch.inf)
         kept = place[:, :: block.chunk_size] > settings.window + settings.num_sinks
-        return choose(torch.cat([slot_score[..., 0], score], -1), kept, settings.slots)
+        return choose(torch.cat([slot_score[..., 0], score], -1), kept, settings.slots, self.length)
 
     def _slots_after(self, old: Slots, choice: Choice, held: Slots) -> Slots:
         """`held`: the tokens of the window and the block, as `Slots`, but for the numbers, those of the block."""

@@ -2,17 +2,25 @@
 
 import pytest
 import torch
-from tiny import CACHE, MODES, tiny_model, tokens
+from tiny import CACHE, MODES, cache_of, positions, tiny_model, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, StaticCache, Trainer, TrainingArguments
 
 import hla_hf
 
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 SLOW = pytest.mark.slow
+LENGTHS = (20, 64, 65, 200)
+TIGHT = {"atol": 2e-5, "rtol": 2e-5}  # in float64: rotations and some parameters stay fp32 there too
+DYNAMIC = MODES | {
+    "learned": MODES["slots"] | {"hla_slot_score": "learned"},
+    "recall": MODES["slots"] | {"hla_slot_score": "recall", "hla_decay": "learned"},
+    "third order": MODES["windowed"] | {"hla_operator": "hla3", "hla_decay": 0.97},
+    "pure, decay": MODES["pure"] | {"hla_decay": "learned"},
+}
 SOME = ["windowed", *(pytest.param(mode, marks=SLOW) for mode in MODES if mode != "windowed")]
 
 
@@ -113,3 +121,61 @@ def test_decoding_step_exports(mode, tmp_path):
     for i in range(20, 40):
         logits, state = step(ids[:, i : i + 1], torch.tensor(i), state)
         assert_close(logits[:, 0], expected[:, i], **CLOSE)
+
+
+# ---- one graph for every length ----------------------------------------
+
+
+def only_length_changes(length, what, seed=0):
+    """Two rows of a text whose length a compiler is told to expect to change: ids and what else the model is given."""
+    ids = tokens(2, length, seed=seed)
+    options = {}
+    if what == "padding":
+        mask = torch.ones_like(ids)
+        mask[0, : length // 3] = 0
+        mask[1, length // 2 : length // 2 + 3] = 0
+        options = {"attention_mask": mask}
+    elif what == "documents":
+        options = {"position_ids": torch.arange(length).expand(2, -1) % (length // 2 + 3)}
+    for x in (ids, *options.values()):
+        torch._dynamo.mark_dynamic(x, 1)
+    return ids, options
+
+
+def assert_same_states(cache, expected):
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        if not isinstance(other, hla_hf.HLACacheLayer):
+            continue
+        assert layer.seq_length == other.seq_length
+        for name, x, y in zip(other.state._fields, layer.state, other.state, strict=True):
+            assert_close(x, y, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
+
+
+def cases(fast, backend_of_fast="aot_eager"):
+    """Mode, what is given, backend: the slow ones with the real Inductor."""
+    everything = [(mode, what) for mode in DYNAMIC for what in ("", "padding", "documents")]
+    slow = [(mode, what, "inductor") for mode, what in everything if (mode, what) in fast or mode in DYNAMIC.keys() - MODES]
+    return [*((*case, backend_of_fast) for case in fast), *(pytest.param(*case, marks=SLOW) for case in slow)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "backend"), cases([("windowed", "padding"), ("slots", "documents"), ("pure", "")])
+)
+def test_training_is_one_graph_for_every_length(mode, what, backend):
+    model = tiny_model(**DYNAMIC[mode])
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in LENGTHS:
+        ids, options = only_length_changes(length, what)
+        results = []
+        for function in (model, compiled):
+            loss = function(ids, labels=ids, use_cache=False, **options).loss
+            loss.backward()
+            results.append((loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}))
+            model.zero_grad()
+        (expected, expected_grads), (loss, grads) = results
+        assert_close(loss, expected, **TIGHT)
+        assert grads.keys() == expected_grads.keys()
+        for name, grad in grads.items():
+            assert_close(grad, expected_grads[name], msg=lambda m, n=name: f"{length}, {n}: {m}", **TIGHT)
+    assert counter.frame_count == 1
