@@ -178,7 +178,9 @@ def _chunk_states(update: Tensor, weights: Weights | None, state: Tensor | None,
     return torch.stack(states[:-1], 1).flatten(0, 1), states[-1]
 
 
-def _all_chunk_states(update: Tensor, across: Tensor | None, state: Tensor | None, chunks: int) -> tuple[Tensor, Tensor]:
+def _all_chunk_states(
+    update: Tensor, across: Tensor | None, state: Tensor | None, chunks: int
+) -> tuple[Tensor, Tensor]:
     """The same without a loop, so that the graph is one for every number of chunks."""
     updates = update.unflatten(0, (update.shape[0] // chunks, chunks))
     first = torch.zeros_like(updates[:, :1]) if state is None else state[:, None]
@@ -193,7 +195,7 @@ def _all_chunk_states(update: Tensor, across: Tensor | None, state: Tensor | Non
 
 
 def _products(x: Tensor) -> Tensor:
-    """x `[..., N]`, all at least 0: the products of its entries j + 1 to i at i, j `[..., N + 1, N + 1]`, 0 for j > i."""
+    """x `[..., N]`, at least 0: the products of its entries j + 1 to i at i, j `[..., N + 1, N + 1]`, 0 for j > i."""
     cut = x < torch.finfo(x.dtype).tiny  # no logarithm of these
     logs, cuts = pad(x.masked_fill(cut, 1).log(), (1, 0)), pad(cut, (1, 0)).cumsum(-1)
     index = torch.arange(logs.shape[-1], device=x.device)
