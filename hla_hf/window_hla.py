@@ -55,7 +55,7 @@ from .ops_hla import (
     unfold,
     use_fla,
 )
-from .slots_hla import SLOT_SCORES, Choice, Exchange, Slots, choose, compete, recall_error, received, take
+from .slots_hla import SLOT_SCORES, Choice, Exchange, Slots, choose, compete, recall_error, received, stable_order, take
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ def _slots(state: LayerState, settings: WindowSettings) -> Slots:
     count, place = settings.slots, state.slot_place
     full = (state.seen - settings.window - settings.num_sinks)[:, None, None, None]
     empty = torch.arange(count, device=place.device)[:, None] >= full
-    order = place.masked_fill(empty, torch.iinfo(place.dtype).max).argsort(dim=2, stable=True)[..., 0]
+    order = stable_order(place.masked_fill(empty, torch.iinfo(place.dtype).max)[..., 0])
     kept = (state.k, state.v, state.far_k, state.far_q, state.past_r)
     kept = (x if x is None else take(x[:, :, -count:], order) for x in kept)
     score = state.score[:, :, -count:].masked_fill(empty, -torch.inf)

@@ -236,3 +236,30 @@ def test_export_is_of_every_length(mode):
         ids, options = text(mode, length)
         out, expected = (f(input_ids=ids, use_cache=False, **options).logits for f in (program, model))
         assert_close(out, expected, atol=1e-9, rtol=1e-9)
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+@SLOW
+@pytest.mark.parametrize("mode", [mode for mode in DYNAMIC if "documents" not in mode])
+@torch.no_grad()
+def test_onnx_is_of_every_length(mode, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = Logits(tiny_model(**DYNAMIC[mode], dtype=torch.float32))
+    ids, options = text(mode, LENGTHS[0])
+    inputs = {"input_ids": ids} | options
+    shapes = {name: {1: "length"} for name in inputs}
+    torch.onnx.export(model, kwargs=inputs, dynamo=True, dynamic_shapes=shapes).save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for length in LENGTHS:
+        ids, options = text(mode, length)
+        inputs = {"input_ids": ids} | options
+        (out,) = session.run(None, {name: x.numpy() for name, x in inputs.items()})
+        assert_close(torch.from_numpy(out), model(**inputs), **CLOSE)
