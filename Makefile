@@ -23,6 +23,7 @@ test: install
 	$(BIN)/python -m pytest
 
 test-slow: install
+	$(BIN)/pip install -q -e ".[onnx]"
 	$(BIN)/python -m pytest -m slow
 
 # The oldest Transformers that pyproject.toml declares, in an environment of its own.

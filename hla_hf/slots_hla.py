@@ -65,6 +65,17 @@ def take_by_chunk(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1, dim).index_select(0, index.flatten()).view(*index.shape, dim)
 
 
+def stable_order(x: Tensor, descending: bool = False) -> Tensor:
+    """Indices that sort the last dimension, the first among equals first."""
+    if torch.onnx.is_in_onnx_export():  # ONNX has one sort, which is stable
+        return x.sort(dim=-1, descending=descending).indices
+    return x.sort(dim=-1, descending=descending, stable=True).indices
+
+
+def _numbers(index: Tensor) -> Tensor:
+    return torch.arange(index.shape[-1], device=index.device).expand_as(index)
+
+
 @torch.no_grad()
 def choose(score: Tensor, kept: Tensor, slots: int, length: int = 0) -> Choice:
     """`score [B, Hkv, M + n]` of the pool, -inf where there is no token, empty slots behind full ones; `kept
@@ -103,15 +114,15 @@ def _choose_in_chunk(
     held = held.masked_fill(~kept[:, None, None], -torch.inf)
     tokens = torch.cat([index, (first + step).expand(*index.shape[:2], -1)], -1)
     scores = torch.cat([held, score], -1)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    order = stable_order(scores, descending=True)
     # the last of the best M + 1 that have come by each step leaves, or the newcomer if that is worse yet
     come = begins[order][..., None, :] <= step[:, None]
     worst = (come.cumsum(-1) <= slots).sum(-1)
-    newcomer = order.argsort(-1)[..., slots:]
+    newcomer = order.scatter(-1, order, _numbers(order))[..., slots:]
     out_now = torch.where(newcomer < worst, order.gather(-1, worst), slots + step)
     ends = torch.full_like(tokens, size).scatter(-1, out_now, step.expand_as(out_now))
     none = scores == -torch.inf
-    after = ((ends < size) * 2 + none).sort(dim=-1, stable=True).indices[..., :slots]
+    after = stable_order((ends < size) * 2 + none.long())[..., :slots]
     out = tokens.gather(-1, out_now), index.clone(), ends.masked_fill(none, -1)
     return tokens.gather(-1, after), scores.gather(-1, after), *out
 

@@ -56,7 +56,7 @@ from .ops_hla import (
     unfold,
     use_fla,
 )
-from .slots_hla import SLOT_SCORES, Choice, Slots, choose, recall_error, received, take, take_by_chunk
+from .slots_hla import SLOT_SCORES, Choice, Slots, choose, recall_error, received, stable_order, take, take_by_chunk
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ def _past(state: LayerState, settings: WindowSettings) -> _Past:
         places, empty = state.number[..., 0].long(), torch.arange(state.number.shape[2], device=seen.device) >= seen
         # those in the slots by age, then empty places, then the window: by a number that rises in this order
         order = torch.where(places < seen - settings.window, places, places + 2 * STAYS).masked_fill(empty, STAYS)
-        order = sinks + order[..., sinks:].argsort(2)
+        order = sinks + stable_order(order[..., sinks:])
         held, place = order[..., :slots], order[..., slots:]
     place = torch.where(number < sinks, number.clamp(min=0), place)
     window = [x if x is None else take(x, place) for x in state[4:10]]
@@ -583,7 +583,7 @@ class _Call:
         else:
             number = seen[:, None, None] - window + index
             empty = [past.slots.score[..., 0] == -torch.inf, (number < sinks).expand(-1, past.score.shape[1], -1)]
-            order = torch.cat(empty, -1).long().argsort(dim=-1, stable=True)
+            order = stable_order(torch.cat(empty, -1).long())
             held = [
                 x if x is None else torch.cat([y.to(x.dtype), x], 2) for x, y in zip(held, past.slots, strict=False)
             ]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny import CACHE, MODES, cache_of, positions, tiny_model, tokens
+from tiny import CACHE, MODES, cache_of, tiny_model, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
-from transformers import CompileConfig, StaticCache, Trainer, TrainingArguments
+from transformers import CompileConfig, StaticCache
 
 import hla_hf
 
@@ -15,12 +15,27 @@ CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 SLOW = pytest.mark.slow
 LENGTHS = (20, 64, 65, 200)
 TIGHT = {"atol": 2e-5, "rtol": 2e-5}  # in float64: rotations and some parameters stay fp32 there too
-DYNAMIC = MODES | {
-    "learned": MODES["slots"] | {"hla_slot_score": "learned"},
-    "recall": MODES["slots"] | {"hla_slot_score": "recall", "hla_decay": "learned"},
-    "third order": MODES["windowed"] | {"hla_operator": "hla3", "hla_decay": 0.97},
-    "pure, decay": MODES["pure"] | {"hla_decay": "learned"},
+WITH_DECAY = {"hla_decay": "learned"}
+# Of which kind each mode is tested with, as they differ in little else; with the real Inductor by `make test-slow`.
+DYNAMIC = {
+    "windowed": MODES["windowed"],
+    "windowed, padding": MODES["windowed"] | WITH_DECAY,
+    "windowed, documents": MODES["windowed"] | {"hla_operator": "hla3"},
+    "slots": MODES["slots"] | {"hla_slot_score": "learned"},
+    "slots, padding": MODES["slots"] | {"hla_slot_score": "recall"},
+    "slots, documents": MODES["slots"],
+    "pure": MODES["pure"],
+    "pure, padding": MODES["pure"] | WITH_DECAY,
+    "pure, documents": MODES["pure"] | WITH_DECAY,
 }
+
+
+def every_length(*fast):
+    """Each mode with Inductor, some also without its kernels, which takes seconds."""
+    slow = [pytest.param(mode, "inductor", marks=SLOW) for mode in DYNAMIC]
+    return pytest.mark.parametrize(("mode", "backend"), [*((mode, "aot_eager") for mode in fast), *slow])
+
+
 SOME = ["windowed", *(pytest.param(mode, marks=SLOW) for mode in MODES if mode != "windowed")]
 
 
@@ -126,47 +141,28 @@ def test_decoding_step_exports(mode, tmp_path):
 # ---- one graph for every length ----------------------------------------
 
 
-def only_length_changes(length, what, seed=0):
-    """Two rows of a text whose length a compiler is told to expect to change: ids and what else the model is given."""
-    ids = tokens(2, length, seed=seed)
-    options = {}
-    if what == "padding":
+def text(mode, length, seed=0):
+    """Two rows of a length that a compiler is told to expect to change: ids, and the padding or documents of a mode."""
+    ids, options = tokens(2, length, seed=seed), {}
+    if "padding" in mode:
         mask = torch.ones_like(ids)
         mask[0, : length // 3] = 0
         mask[1, length // 2 : length // 2 + 3] = 0
         options = {"attention_mask": mask}
-    elif what == "documents":
+    elif "documents" in mode:
         options = {"position_ids": torch.arange(length).expand(2, -1) % (length // 2 + 3)}
     for x in (ids, *options.values()):
         torch._dynamo.mark_dynamic(x, 1)
     return ids, options
 
 
-def assert_same_states(cache, expected):
-    for layer, other in zip(cache.layers, expected.layers, strict=True):
-        if not isinstance(other, hla_hf.HLACacheLayer):
-            continue
-        assert layer.seq_length == other.seq_length
-        for name, x, y in zip(other.state._fields, layer.state, other.state, strict=True):
-            assert_close(x, y, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
-
-
-def cases(fast, backend_of_fast="aot_eager"):
-    """Mode, what is given, backend: the slow ones with the real Inductor."""
-    everything = [(mode, what) for mode in DYNAMIC for what in ("", "padding", "documents")]
-    slow = [(mode, what, "inductor") for mode, what in everything if (mode, what) in fast or mode in DYNAMIC.keys() - MODES]
-    return [*((*case, backend_of_fast) for case in fast), *(pytest.param(*case, marks=SLOW) for case in slow)]
-
-
-@pytest.mark.parametrize(
-    ("mode", "what", "backend"), cases([("windowed", "padding"), ("slots", "documents"), ("pure", "")])
-)
-def test_training_is_one_graph_for_every_length(mode, what, backend):
+@every_length("windowed, padding")
+def test_training_is_one_graph_for_every_length(mode, backend):
     model = tiny_model(**DYNAMIC[mode])
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for length in LENGTHS:
-        ids, options = only_length_changes(length, what)
+        ids, options = text(mode, length)
         results = []
         for function in (model, compiled):
             loss = function(ids, labels=ids, use_cache=False, **options).loss
@@ -177,5 +173,93 @@ def test_training_is_one_graph_for_every_length(mode, what, backend):
         assert_close(loss, expected, **TIGHT)
         assert grads.keys() == expected_grads.keys()
         for name, grad in grads.items():
-            assert_close(grad, expected_grads[name], msg=lambda m, n=name: f"{length}, {n}: {m}", **TIGHT)
+            assert_close(grad, expected_grads[name], msg=lambda m, n=f"{length}, {name}": f"{n}: {m}", **TIGHT)
     assert counter.frame_count == 1
+
+
+@every_length("slots")
+@torch.no_grad()
+def test_prefill_is_one_graph_for_every_length(mode, backend):
+    if "documents" in mode:
+        pytest.skip("a packed batch has no cache")
+    model = tiny_model(**DYNAMIC[mode])
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in LENGTHS:
+        ids, options = text(mode, length)
+        out, expected = (function(ids, use_cache=True, **options) for function in (compiled, model))
+        real = options.get("attention_mask", torch.ones_like(ids)) != 0
+        assert_close(out.logits[real], expected.logits[real], **TIGHT)
+        assert_same_states(cache_of(out), cache_of(expected))
+    assert counter.frame_count == 1
+
+
+def assert_same_states(cache, expected):
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        assert layer.seq_length == other.seq_length
+        for name, x, y in zip(other.state._fields, layer.state, other.state, strict=True):
+            if y is not None:
+                assert_close(x, y, msg=lambda m, n=name: f"{n}: {m}", **TIGHT)
+
+
+@torch.no_grad()
+def test_a_compiled_prefill_goes_on_from_a_cache():
+    model = tiny_model(**MODES["windowed"])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    caches = [hla_hf.new_cache(model.config) for _ in range(2)]
+    for length in (20, 33):
+        ids, _ = text("windowed", length, seed=length)
+        out, expected = (
+            function(ids, **{CACHE: cache}).logits for function, cache in zip((compiled, model), caches, strict=True)
+        )
+        assert_close(out, expected, **TIGHT)
+        assert_same_states(*caches)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "windowed",
+        "slots, padding",
+        *(pytest.param(x, marks=SLOW) for x in DYNAMIC if x not in ("windowed", "slots, padding")),
+    ],
+)
+@torch.no_grad()
+def test_export_is_of_every_length(mode):
+    model = tiny_model(**DYNAMIC[mode])
+    ids, options = text(mode, LENGTHS[0])
+    length = torch.export.Dim("length", min=2, max=4096)
+    shapes = {"input_ids": {1: length}, "use_cache": None} | {name: {1: length} for name in options}
+    inputs = {"input_ids": ids, "use_cache": False} | options
+    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False).module()
+    for length in LENGTHS:
+        ids, options = text(mode, length)
+        out, expected = (f(input_ids=ids, use_cache=False, **options).logits for f in (program, model))
+        assert_close(out, expected, atol=1e-9, rtol=1e-9)
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+@SLOW
+@pytest.mark.parametrize("mode", [mode for mode in DYNAMIC if "documents" not in mode])
+@torch.no_grad()
+def test_onnx_is_of_every_length(mode, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = Logits(tiny_model(**DYNAMIC[mode], dtype=torch.float32))
+    ids, options = text(mode, LENGTHS[0])
+    inputs = {"input_ids": ids} | options
+    shapes = {name: {1: "length"} for name in inputs}
+    torch.onnx.export(model, kwargs=inputs, dynamo=True, dynamic_shapes=shapes).save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for length in LENGTHS:
+        ids, options = text(mode, length)
+        inputs = {"input_ids": ids} | options
+        (out,) = session.run(None, {name: x.numpy() for name, x in inputs.items()})
+        assert_close(torch.from_numpy(out), model(**inputs), **CLOSE)

@@ -1071,3 +1071,33 @@ def test_bad_windowed_input(settings, message):
 
 def test_operator_names_are_those_of_the_configuration():
     assert set(OPERATORS) == set(ops_hla.OPERATORS)
+
+
+@pytest.mark.parametrize("with_state", (False, True))
+@pytest.mark.parametrize("with_decay", (False, True))
+def test_states_of_chunks_without_a_loop(with_decay, with_state):
+    inputs = [torch.randn(2 * 7, 3, 4, 5, dtype=torch.float64)]
+    across = torch.rand(2 * 7, 3, dtype=torch.float64)
+    across[3], across[9, 1], across[10, 1] = 0, 0, 1e-320  # a document begins; what is no normal number counts as 0
+    inputs += [across] if with_decay else []
+    inputs += [torch.randn(2, 3, 4, 5, dtype=torch.float64)] if with_state else []
+
+    def of_loop(update, across=None, state=None):
+        weights = across if across is None else ops_hla.Weights(None, None, None, across)
+        return ops_hla._chunk_states(update, weights, state, 7)
+
+    def at_once(update, across=None, state=None):
+        return ops_hla._all_chunk_states(update, across, state, 7)
+
+    results = []
+    for function in (of_loop, at_once):
+        values = [x.clone().requires_grad_() for x in inputs]
+        arguments = dict(zip(["update", *["across"] * with_decay, *["state"] * with_state], values, strict=True))
+        states = function(**arguments)
+        sum((x * x.detach().cos()).sum() for x in states).backward()
+        results.append((*states, *(x.grad for x in values)))
+    normal = across > 1e-300
+    for expected, found in zip(*results, strict=True):
+        if expected.shape == across.shape:  # no gradient through what is taken for 0, as through a document's start
+            expected, found = expected * normal, found * normal
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
