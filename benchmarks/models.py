@@ -37,7 +37,8 @@ def decoding_step(model: PreTrainedModel, token: Tensor, cache: Cache) -> Callab
 def compiled_decoding_step(model: PreTrainedModel, ids: Tensor, steps: int) -> Callable[[], None]:
     """The same with the step compiled, after `ids [1, T]`; the static cache has room for `steps` more tokens."""
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + steps)
-    return decoding_step(torch.compile(model, fullgraph=True), *read(model, ids, cache))
+    mode = "reduce-overhead" if ids.is_cuda else None  # one launch of a captured graph per token
+    return decoding_step(torch.compile(model, fullgraph=True, mode=mode), *read(model, ids, cache))
 
 
 def training_step(model: PreTrainedModel, ids: Tensor) -> Callable[[], None]:

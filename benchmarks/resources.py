@@ -14,8 +14,12 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
@@ -78,26 +82,23 @@ def needs(kernel: CompiledKernel) -> Needs:
     return Needs(stack + local, kernel.metadata.shared, registers)
 
 
-def compiled(target: GPUTarget, head_dim: int) -> dict[str, list[CompiledKernel]]:
-    """By name, in each configuration."""
-    kernels: dict[str, list[CompiledKernel]] = {}
+def compiled(target: GPUTarget, head_dim: int) -> dict[str, list[Needs]]:
+    """By name, in each configuration. Once per process: an autotuner would remember its choice for another target."""
+    kernels: dict[str, list[Needs]] = {}
     launch = JITFunction.run
 
     def compile_only(function: JITFunction, *arguments, warmup: bool, **options) -> CompiledKernel:
         kernel = launch(function, *arguments, warmup=True, **options)
-        kernels.setdefault(function.fn.__name__, []).append(kernel)
+        kernels.setdefault(function.fn.__name__, []).append(needs(kernel))
         return kernel
 
     driver.set_active(NoDevice(target))
-    JITFunction.run = compile_only
-    try:
+    with patch.object(JITFunction, "run", compile_only):
         features, values = 2 * head_dim, head_dim + 1
         q, k, v = (torch.zeros(1, 128, 4, size, requires_grad=True) for size in (features, features, values))
         state = torch.zeros(1, 4, features, values)
         out, _ = chunk_simple_gla(q, k, v, scale=1.0, initial_state=state, output_final_state=True)
         out.sum().backward()
-    finally:
-        JITFunction.run = launch
     return kernels
 
 
@@ -111,11 +112,11 @@ def main() -> None:
     rows = []
     columns = "".join(f"{x:>9}" for x in ("head_dim", "configs", "fit", "regs", "spilled", "shared"))
     print(f"{'target':8}{'kernel':24}{columns}")
-    for name in options.targets:
+    for name, head_dim in product(options.targets, options.head_dims):
         target, limit = TARGETS[name]
-        for head_dim in options.head_dims:
-            for kernel, configurations in compiled(target, head_dim).items():
-                all_needs = sorted(map(needs, configurations))
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            for kernel, all_needs in process.submit(compiled, target, head_dim).result().items():
+                all_needs = sorted(all_needs)
                 fitting = [x for x in all_needs if x.spilled == 0 and x.shared <= limit]
                 best = (fitting or all_needs)[0]
                 row = {"target": name, "head_dim": head_dim, "kernel": kernel, "configurations": len(all_needs)}

@@ -149,12 +149,12 @@ class LayerState(NamedTuple):
     """What an HLA layer remembers, batch first, of a size that does not depend on the context; all zeros is no token.
 
     seen: real tokens of the current document, `[B]`. u, r, out: the fp32 states of the passes that make keys, make
-    values and answer. With S sinks, a window of W tokens and M exact slots there are P = S + W + M places: k, v, far_k
-    `[B, Hkv, P, .]` and far_q `[B, H, P, .]` in the dtype of the inputs, past_r `[B, H, P, dv]` and score
-    `[B, Hkv, P, 1]` in fp32. Token number p is at place p while there are such, later at that of the token which was
-    absorbed as it came; so without slots at S + (p - S) mod W. number `[B, Hkv, P, 1]` says who is where, if there are
-    slots; sinks, which stay, have `STAYS`. recall is the fp32 state behind that score. None is what the operator does
-    not need.
+    values and answer. With S sinks, a window of W tokens and M exact slots there are P = S + W + M places: k, v
+    `[B, Hkv, P, .]`, and as sinks are not absorbed far_k `[B, Hkv, P - S, .]` and far_q `[B, H, P - S, .]`, all in the
+    dtype of the inputs, past_r `[B, H, P - S, dv]` and score `[B, Hkv, P, 1]` in fp32. Token number p is at place p
+    while there are such, later at that of the token which was absorbed as it came; so without slots at
+    S + (p - S) mod W. number `[B, Hkv, P, 1]` says who is where, if there are slots; sinks, which stay, have `STAYS`.
+    recall is the fp32 state behind that score. None is what the operator does not need.
     """
 
     seen: Tensor
@@ -316,21 +316,23 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 def _no_tokens(tokens: Tokens, parameters: FarParameters, settings: WindowSettings) -> LayerState:
     places = settings.num_sinks + settings.window + settings.slots
 
-    def empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    far_places = places - settings.num_sinks
+
+    def empty(x: Tensor, places: int, dtype: torch.dtype | None = None) -> Tensor:
         return x.new_zeros(x.shape[0], x.shape[1], places, x.shape[3], dtype=dtype)
 
     state = LayerState(
         tokens.q.new_zeros(tokens.q.shape[0], dtype=torch.long),
-        k=empty(tokens.k), v=empty(tokens.v), far_k=empty(tokens.far_k),
+        k=empty(tokens.k, places), v=empty(tokens.v, places), far_k=empty(tokens.far_k, far_places),
     )  # fmt: skip
     if settings.has_u and parameters.accumulator_map is not None:
-        state = state._replace(far_q=empty(tokens.far_q))
+        state = state._replace(far_q=empty(tokens.far_q, far_places))
     if settings.has_r:
         like = tokens.q[..., :1].expand(-1, -1, -1, tokens.v.shape[3])
-        state = state._replace(past_r=empty(like, compute_dtype(like)))
+        state = state._replace(past_r=empty(like, far_places, compute_dtype(like)))
     if settings.slots:
-        like = tokens.k[..., :1]
-        state = state._replace(score=empty(like, compute_dtype(like)), number=empty(like, torch.int32))
+        like, dtype = tokens.k[..., :1], compute_dtype(tokens.k)
+        state = state._replace(score=empty(like, places, dtype), number=empty(like, places, torch.int32))
     return state
 
 
@@ -361,14 +363,22 @@ def _past(state: LayerState, settings: WindowSettings) -> _Past:
         order = sinks + stable_order(order[..., sinks:])
         held, place = order[..., :slots], order[..., slots:]
     place = torch.where(number < sinks, number.clamp(min=0), place)
-    window = [x if x is None else take(x, place) for x in state[4:10]]
+    window = _take(state, place, sinks)[:-1]
     states = [getattr(state, x) for x in settings.passes]
     if not slots:
         return _Past(*window, states, None, None)
-    kept = Slots(*(x if x is None else take(x, held) for x in state[4:11]))
+    kept = Slots(*_take(state, held, sinks))
     empty = torch.arange(slots, device=seen.device) >= seen - settings.window - sinks
     kept = kept._replace(score=kept.score.masked_fill(empty[..., None], -torch.inf))
     return _Past(*window, states, kept, state.recall)
+
+
+def _take(state: LayerState, place: Tensor, sinks: int) -> list[Tensor | None]:
+    """k, v, far_k, far_q, past_r, score, number of the tokens at `place [B, 1 or Hkv, n]`."""
+    far_place, fields = (place - sinks).clamp(min=0), (state.k, state.v, state.score, state.number)
+    k, v, score, number = (x if x is None else take(x, place) for x in fields)
+    far = (x if x is None else take(x, far_place) for x in (state.far_k, state.far_q, state.past_r))
+    return [k, v, *far, score, number]
 
 
 class _Call:
@@ -593,9 +603,8 @@ class _Call:
         if sinks:
             firsts = self._sinks(layout.start[:, -1:])
             k, v = (torch.cat([x[:, 0], y], 2) for x, y in zip(firsts, (k, v), strict=True))
-            far = [x if x is None else pad(x, (0, 0, sinks, 0)) for x in far]
         if far[-1] is not None:
-            far[-1] = far[-1].clamp(min=torch.finfo(far[-1].dtype).min)
+            far[-1] = pad(far[-1].clamp(min=torch.finfo(far[-1].dtype).min), (0, 0, sinks, 0))
         names = ("k", "v", "far_k", "far_q", "past_r", "score")
         return LayerState(seen, **dict(zip(names, (k, v, *far), strict=True)), **states)
 
@@ -617,8 +626,8 @@ class StepTokens(NamedTuple):
     """The next token of each row, `[B, 1, 1, 1]`: the same for all layers that have the same window and sinks.
 
     number: its own, and as a float, `count`; kept_number: the same, `STAYS` for a sink; newest_left: that of the token
-    that leaves the window; ring: its place without slots. hidden: what is added to the scores, -inf where a place is
-    empty, `[B * Hkv, 1, most places]`; real: None, or False at padding.
+    that leaves the window; ring: its place without slots, far_ring: the same without sinks. hidden: what is added to
+    the scores, -inf where a place is empty, `[B * Hkv, 1, most places]`; real: None, or False at padding.
     """
 
     number: Tensor
@@ -626,6 +635,7 @@ class StepTokens(NamedTuple):
     kept_number: Tensor
     newest_left: Tensor
     ring: Tensor
+    far_ring: Tensor
     one: Tensor
     hidden: Tensor
     real: Tensor | None
@@ -648,10 +658,10 @@ def step_tokens(state: LayerState, mask: Tensor | None, settings: WindowSettings
     number = state.seen.clone()[:, None, None, None]  # the first layer counts on before the second looks
     hidden = torch.zeros(len(number), 1, 1, places, dtype=dtype, device=number.device)
     hidden.masked_fill_(torch.arange(places, device=number.device) > number, -torch.inf)
-    is_sink = number < sinks
+    is_sink, far_ring = number < sinks, (number - sinks) % settings.window
     return StepTokens(
         number, number.to(dtype), number.masked_fill(is_sink, STAYS).int(), (number - settings.window).int(),
-        torch.where(is_sink, number, sinks + (number - sinks) % settings.window), torch.ones_like(number, dtype=dtype),
+        torch.where(is_sink, number, sinks + far_ring), far_ring, torch.ones_like(number, dtype=dtype),
         hidden.expand(-1, state.k.shape[1], -1, -1).flatten(0, 1),
         None if mask is None else mask[:, :, None, None] != 0,
     )  # fmt: skip
@@ -726,25 +736,27 @@ def decode_step(
 ) -> Tensor:  # fmt: skip
     """`windowed_attention` of one token per row: out `[B, H, 1, dv]`. `state` is updated in place."""
     q, k, v, far_q, far_k = tokens
-    batch, heads, dtype, real, place = *q.shape[:2], places.is_far.dtype, places.token.real, places.token.ring
+    batch, heads, dtype, real = *q.shape[:2], places.is_far.dtype, places.token.real
+    place, far_place = places.token.ring, places.token.far_ring
     decays = as_decays(parameters.log_decay, len(settings.passes), q, k)
     if real is not None:
         decays = [x if x is None else x.masked_fill(~real[..., 0], 0) for x in decays]
     if settings.slots:
         place = _absorbed(state, places)
+        far_place = (place - settings.num_sinks).clamp_(min=0)
         score = _new_score(tokens, state, parameters, settings, real) if slot_scores is None else slot_scores[..., None]
         _put(state.score, place, score.to(dtype), real)
         _put(state.number, place, places.token.kept_number.expand_as(place), real)
     value = _swap(state.v, place, v, real).to(dtype)
     _put(state.k, place, k, real)
-    far_k = _swap(state.far_k, place, far_k, real)
+    far_k = _swap(state.far_k, far_place, far_k, real)
     if parameters.both_maps is None:
         query, key = parameters.query_map(far_q).to(dtype), parameters.key_map(far_k).to(dtype)
     else:
         query, key = parameters.both_maps(far_q, far_k)
     key = accumulator = key * places.is_far
     if state.far_q is not None:
-        far_q = _swap(state.far_q, place, far_q, real)
+        far_q = _swap(state.far_q, far_place, far_q, real)
         accumulator = parameters.accumulator_map(far_q).to(dtype) * places.is_far
     one = places.token.one.expand(-1, k.shape[1], -1, -1)
 
@@ -760,7 +772,7 @@ def decode_step(
             r = join(
                 near, attend(int(settings.has_u), query, key, torch.cat([value, one], -1)), weight, settings.signed
             )
-            r = _swap(state.past_r, place, r, real)
+            r = _swap(state.past_r, far_place, r, real)
             value, one = _mix(value, r, parameters.value_mix), places.token.one.expand(-1, heads, -1, -1)
         value = torch.cat([value, one], -1)
         if settings.has_u:
