@@ -270,6 +270,7 @@ def windowed_attention(
     if longer:
         extra = padding_of(q.shape[2], _chunk_size(q, segment_ids is not None, settings))
         mask = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+        slot_scores = None if slot_scores is None else slot_scores.to(compute_dtype(q))  # ONNX pads no bf16
         mask, slot_scores, segment_ids = (lengthen(x, extra) for x in (mask, slot_scores, segment_ids))
         tokens, decays = Tokens(*(lengthen(x, extra) for x in tokens)), [lengthen(x, extra) for x in decays]
     if attention_mask is not None:
