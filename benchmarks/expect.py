@@ -32,8 +32,10 @@ def hla(slots: int) -> tuple[float, float]:
     columns = slots + SINKS + WINDOW + CHUNK
     near = max(MAC * 2 * HEADS * DIM * columns / FLOPS, SCORE_BYTES * HEADS * columns / BANDWIDTH)
     maps = MAC * (HEADS + KV_HEADS) * DIM * DIM / FLOPS
-    within_chunk, state = HEADS * CHUNK * (FEATURES + DIM + 1), 2 * HEADS * FEATURES * (DIM + 1)
-    forward = (near + maps + MAC * (within_chunk + state) / TF32_FLOPS) * LAYERS
+    state = HEADS * FEATURES * (DIM + 1)  # kernels are given k and v for every query head
+    operations = MAC * (HEADS * CHUNK * (FEATURES + DIM + 1) + 2 * state)
+    moved = 2 * 4 * (state / CHUNK + HEADS * (2 * FEATURES + DIM + 1))  # float32, written and read
+    forward = (near + maps + max(operations / TF32_FLOPS, moved / BANDWIDTH)) * LAYERS
     return forward, 3 * forward  # its forward pass again, and two products for each
 
 
