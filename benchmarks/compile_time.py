@@ -2,9 +2,9 @@
 
     python benchmarks/compile_time.py [--layers 4] [--device cpu]
 
-Models of SmolLM2-135M's shapes with random weights: its base (Llama with softmax attention), HLA with a window, and with
-slots beside it. Each is told that the length changes (`torch._dynamo.mark_dynamic`); no compiler cache is used. The first
-call compiles forward and backward for training, forward with the cache for prefill.
+Models of SmolLM2-135M's shapes with random weights: its base (Llama with softmax attention), HLA with a window, and
+with slots beside it. Each is told that the length changes (`torch._dynamo.mark_dynamic`); no compiler cache is used.
+The first call compiles forward and backward for training, forward with the cache for prefill.
 """
 
 import argparse
