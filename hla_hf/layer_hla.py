@@ -104,6 +104,10 @@ class LayerSettings:
         return shapes
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(compute_dtype(x))
+
+
 class HLALayer(nn.Module):
     """The parameters that HLA adds to an attention module, and its mixing of tokens.
 
@@ -214,7 +218,7 @@ class HLALayer(nn.Module):
 
     def _log_decay(self, own: dict[str, Tensor]) -> float | Tensor | None:
         if self.settings.decay == "learned":
-            return nn.functional.logsigmoid(own["decay_logit"].float())
+            return nn.functional.logsigmoid(_wide(own["decay_logit"]))
         return None if self.settings.decay is None else math.log(self.settings.decay)
 
     def _far_parameters(self, own: dict[str, Tensor] | None = None, at_once: bool = False) -> FarParameters:
@@ -231,9 +235,9 @@ class HLALayer(nn.Module):
                 return hedgehog(y[..., :-1], y[..., -1:]).split([q.shape[1], k.shape[1]], 1)
 
         return FarParameters(
-            query_map, key_map, own["gate"].float().exp(), accumulator_map,
-            own["key_mix"].float() if "key_mix" in own else 1.0,
-            own["value_mix"].float() if "value_mix" in own else 1.0,
+            query_map, key_map, _wide(own["gate"]).exp(), accumulator_map,
+            _wide(own["key_mix"]) if "key_mix" in own else 1.0,
+            _wide(own["value_mix"]) if "value_mix" in own else 1.0,
             self._log_decay(own), both_maps,
         )  # fmt: skip
 
@@ -249,7 +253,7 @@ class HLALayer(nn.Module):
         if "u" in names:
             second_order = {
                 "e": features_k if accumulator_map is None else accumulator_map(q), "ridge": settings.ridge,
-                "coefficient": own["key_mix"].float() if "key_mix" in own else 1.0,
+                "coefficient": _wide(own["key_mix"]) if "key_mix" in own else 1.0,
             }  # fmt: skip
         initial = None if state is None or state.out is None else tuple(getattr(state, name) for name in names)
         out, states = _OPERATORS[settings.operator](
