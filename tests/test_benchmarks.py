@@ -1,7 +1,10 @@
 """Facts that rows of text ask for, recall of facts in running text, and the speed of whole models side by side."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -183,3 +186,43 @@ def test_a_default_layer_is_timed(benchmark):
     assert torch.allclose(out[:, :, :64], softmax[:, :, :64], atol=1e-5)
     assert not torch.allclose(out[:, :, 70:], softmax[:, :, 70:], atol=1e-3)
     assert torch.allclose(last, out[:, :, -1:], atol=1e-5)
+
+
+# ---- what a GPU is expected to take ----------------------------------------------------------------------------------
+
+
+def test_expected_times(benchmark, capsys):
+    """Of attention: in proportion to the context for flash attention, the same at any for HLA."""
+    _, run = benchmark("expect")
+    run("--contexts", 4096, 8192)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "attention" in line]
+    (flash, hla), (longer, same) = ([float(x) for x in line[3:5]] for line in lines)
+    assert longer == pytest.approx(2 * flash, rel=0.01) and same == hla > 0
+
+
+def test_memory_of_a_layer(benchmark, monkeypatch, capsys):
+    script, run = benchmark("memory")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    monkeypatch.setattr(script, "SHAPES", script.SHAPES | sizes)
+    run("--tokens", 200, "--dtype", "float32")
+    rows = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[-3:]]
+    kept, peak = zip(*([int(x.replace(",", "")) for x in row] for row in rows), strict=True)
+    assert all(x > 4 * 10 * 32 for x in kept) and all(x > y for x, y in zip(peak, kept, strict=True))
+    assert kept[0] < kept[1] < kept[2]  # HLA keeps the inputs of its blocks too, and slots more of them
+
+
+@pytest.mark.slow
+def test_what_kernels_need(tmp_path):
+    pytest.importorskip("fla")
+    command = [sys.executable, "benchmarks/resources.py", "--targets", "sm_90", "--head-dims", "64"]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([*command, "--json", tmp_path / "needs.json"], check=True, env=environment)
+    needs = json.loads((tmp_path / "needs.json").read_text())
+    assert {x["kernel"] for x in needs} >= {"chunk_fwd_kernel_h", "chunk_fwd_kernel_o", "chunk_bwd_kernel_dh"}
+    assert all(x["fit"] > 0 and x["spilled"] == 0 for x in needs)
