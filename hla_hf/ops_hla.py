@@ -198,9 +198,12 @@ def _all_chunk_states(
     if across is None:
         states = states.cumsum(1)
     else:
-        across = across.expand(update.shape[0], -1).unflatten(0, updates.shape[:2]).transpose(1, 2)
-        states = _products(across).to(states.dtype) @ states.transpose(1, 2).flatten(3)
-        states = states.unflatten(3, updates.shape[3:]).transpose(1, 2)
+        # rows and heads are one dimension from here on: of a view, Inductor divides sizes of which one is a square
+        across = across.expand(update.shape[:2]).unflatten(0, updates.shape[:2]).transpose(1, 2).flatten(0, 1)
+        states = torch.bmm(_products(across).to(states.dtype), states.transpose(1, 2).flatten(0, 1).flatten(2))
+        states = (
+            states.unflatten(2, updates.shape[3:]).unflatten(0, (updates.shape[0], updates.shape[2])).transpose(1, 2)
+        )
     return states[:, :-1].flatten(0, 1), states[:, -1]
 
 
