@@ -12,9 +12,9 @@ attention gives to those grows much more slowly than a sum over them. It is thre
                     attention's own first-order output
     join            both under one normaliser
 
-`windowed_attention` takes a sequence in blocks, `decode_step` one token. Between calls a head remembers its sinks and its
-window, each token in a place, and one state per pass: `LayerState`. With exact slots (`slots_hla`) those of the tokens that have left
-the window are near too, and what the passes take are the tokens that are in neither.
+`windowed_attention` takes a sequence in blocks, `decode_step` one token. Between calls a head remembers its sinks and
+its window, each token in a place, and one state per pass: `LayerState`. With exact slots (`slots_hla`) those of the
+tokens that have left the window are near too, and what the passes take are the tokens that are in neither.
 """
 
 from collections.abc import Callable, Sequence
