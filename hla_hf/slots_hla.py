@@ -51,18 +51,15 @@ class Choice(NamedTuple):
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x `[B, H, N, d]`, index `[B, Hkv, n]`: `[B, H, n, d]`."""
-    batch, heads, count, dim = x.shape
-    rows = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * count
-    index = repeat_heads(index, heads) + rows
-    return x.flatten(0, 2).index_select(0, index.flatten()).view(batch, heads, index.shape[2], dim)
+    return take_by_chunk(x, repeat_heads(index, x.shape[1])[:, :, None]).squeeze(1)
 
 
 def take_by_chunk(x: Tensor, index: Tensor) -> Tensor:
-    """x `[B, Hkv, N, d]`, index `[B, Hkv, chunks, n]`: `[B, chunks, Hkv, n, d]`."""
+    """x `[B, H, N, d]`, index `[B, H, chunks, n]`: `[B, chunks, H, n, d]`."""
     batch, heads, count, dim = x.shape
     rows = torch.arange(batch * heads, device=x.device).view(batch, heads, 1, 1) * count
     index = (index + rows).transpose(1, 2)
-    return x.reshape(-1, dim).index_select(0, index.flatten()).view(*index.shape, dim)
+    return x.flatten(0, 2).index_select(0, index.flatten()).view(*index.shape, dim)
 
 
 def stable_order(x: Tensor, descending: bool = False) -> Tensor:
@@ -70,10 +67,6 @@ def stable_order(x: Tensor, descending: bool = False) -> Tensor:
     if torch.onnx.is_in_onnx_export():  # ONNX has one sort, which is stable
         return x.sort(dim=-1, descending=descending).indices
     return x.sort(dim=-1, descending=descending, stable=True).indices
-
-
-def _numbers(index: Tensor) -> Tensor:
-    return torch.arange(index.shape[-1], device=index.device).expand_as(index)
 
 
 @torch.no_grad()
@@ -87,30 +80,27 @@ def choose(score: Tensor, kept: Tensor, slots: int, length: int = 0) -> Choice:
     per_chunk = score[..., slots:].unflatten(2, (chunks, size)).movedim(2, 0), kept.mT, first
     index = torch.arange(slots, device=score.device).expand(*score.shape[:2], -1)
     carried = index.contiguous(), score[..., :slots].contiguous()
+    step = torch.arange(size, device=score.device)
+    begins = torch.cat([step.new_full((slots,), -1), step])
     if torch.compiler.is_compiling():
-        index, held, *out = _scan_in_graph(carried, per_chunk, (len(score), length))
+        index, held, *out = _scan_in_graph(carried, per_chunk, (step, begins), (len(score), length))
     else:
-        index, held, *out = _scan(*carried, *per_chunk)
+        index, held, *out = _scan(carried, per_chunk, (step, begins))
     absorbed, start, ends = (x.movedim(0, 2) for x in out)
     ends = ends.transpose(1, 2).flatten(0, 1)[..., None, :]
-    step, begins = _steps(slots, size, score.device)
     alive = (begins <= step[:, None]) & (step[:, None] < ends)
     return Choice(absorbed.flatten(2), start, index, held == -torch.inf, alive)
 
 
-def _steps(slots: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The steps of a chunk, and at which of them each of its M + C tokens comes, -1 for those in the slots before."""
-    step = torch.arange(size, device=device)
-    return step, torch.cat([step.new_full((slots,), -1), step])
-
-
 def _choose_in_chunk(
-    index: Tensor, held: Tensor, score: Tensor, kept: Tensor, first: Tensor, *_: int
+    index: Tensor, held: Tensor, score: Tensor, kept: Tensor, first: Tensor, step: Tensor, begins: Tensor, *_: int
 ) -> tuple[Tensor, ...]:
     """The tokens in the slots before a chunk and their scores to those after it; who is absorbed, who was in the slots
-    and at which step each token leaves."""
+    and at which step each token leaves.
+
+    step: the C of a chunk; begins: at which of them each of its M + C tokens comes, -1 for those in the slots before.
+    """
     slots, size = held.shape[-1], score.shape[-1]
-    step, begins = _steps(slots, size, score.device)
     held = held.masked_fill(~kept[:, None, None], -torch.inf)
     tokens = torch.cat([index, (first + step).expand(*index.shape[:2], -1)], -1)
     scores = torch.cat([held, score], -1)
@@ -118,7 +108,8 @@ def _choose_in_chunk(
     # the last of the best M + 1 that have come by each step leaves, or the newcomer if that is worse yet
     come = begins[order][..., None, :] <= step[:, None]
     worst = (come.cumsum(-1) <= slots).sum(-1)
-    newcomer = order.scatter(-1, order, _numbers(order))[..., slots:]
+    rank = order.scatter(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    newcomer = rank[..., slots:]
     out_now = torch.where(newcomer < worst, order.gather(-1, worst), slots + step)
     ends = torch.full_like(tokens, size).scatter(-1, out_now, step.expand_as(out_now))
     none = scores == -torch.inf
@@ -127,26 +118,26 @@ def _choose_in_chunk(
     return tokens.gather(-1, after), scores.gather(-1, after), *out
 
 
-def _scan(index: Tensor, held: Tensor, *per_chunk: Tensor) -> list[Tensor]:
+def _scan(carried: tuple[Tensor, ...], per_chunk: tuple[Tensor, ...], same: tuple[Tensor, ...]) -> list[Tensor]:
     """`_choose_in_chunk` chunk by chunk: the last tokens and scores, and the rest of each chunk's result, stacked."""
     outs = []
     for chunk in zip(*(x.unbind(0) for x in per_chunk), strict=True):
-        index, held, *out = _choose_in_chunk(index, held, *chunk)
-        outs.append(out)
-    return [index, held, *(torch.stack(x) for x in zip(*outs, strict=True))]
+        *carried, absorbed, start, ends = _choose_in_chunk(*carried, *chunk, *same)
+        outs.append((absorbed, start, ends))
+    return [*carried, *(torch.stack(x) for x in zip(*outs, strict=True))]
 
 
 @torch.compiler.allow_in_graph
 def _scan_in_graph(
-    carried: tuple[Tensor, ...], per_chunk: tuple[Tensor, ...], symbols: tuple[int, ...]
+    carried: tuple[Tensor, ...], per_chunk: tuple[Tensor, ...], same: tuple[Tensor, ...], symbols: tuple[int, ...]
 ) -> list[Tensor]:
     """The same, its body compiled once; `symbols` are the sizes from which Inductor computes those of the result.
     Allowed in a graph, as attributes set after `scan` are lost in one that TorchDynamo traces."""
     from torch._higher_order_ops.scan import scan_op
 
-    symbols = tuple(x for x in symbols if isinstance(x, torch.SymInt))
+    same += tuple(x for x in symbols if isinstance(x, torch.SymInt))
     with torch.no_grad():
-        return list(scan_op(_choose_in_chunk, list(carried), list(per_chunk), additional_inputs=symbols))
+        return list(scan_op(_choose_in_chunk, list(carried), list(per_chunk), additional_inputs=same))
 
 
 @torch.no_grad()

@@ -100,6 +100,11 @@ class WindowSettings:
         check(self.operator in OPERATORS, f"operator {self.operator!r} is unknown; it must be one of {OPERATORS}")
 
     @property
+    def places(self) -> int:
+        """Of tokens that a token can see by softmax."""
+        return self.num_sinks + self.window + self.slots
+
+    @property
     def has_u(self) -> bool:
         return self.operator in ("hla2", "hla3")
 
@@ -189,6 +194,11 @@ def near_visible(place: Tensor, settings: WindowSettings) -> Tensor:
         return visible
     sinks = torch.arange(settings.num_sinks, device=place.device) <= place - window  # those that have left the window
     return torch.cat([sinks, visible], -1)
+
+
+def capped(scores: Tensor, settings: WindowSettings) -> Tensor:
+    cap = settings.softcap
+    return scores if cap is None else cap * (scores / cap).tanh()
 
 
 def local_softmax(scores: Tensor, visible: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,9 +325,7 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _no_tokens(tokens: Tokens, parameters: FarParameters, settings: WindowSettings) -> LayerState:
-    places = settings.num_sinks + settings.window + settings.slots
-
-    far_places = places - settings.num_sinks
+    places, far_places = settings.places, settings.places - settings.num_sinks
 
     def empty(x: Tensor, places: int, dtype: torch.dtype | None = None) -> Tensor:
         return x.new_zeros(x.shape[0], x.shape[1], places, x.shape[3], dtype=dtype)
@@ -354,24 +362,19 @@ def _layout(
 
 def _past(state: LayerState, settings: WindowSettings) -> _Past:
     """The window in order; what stands before a document's first token is never looked at."""
-    sinks, slots, seen = settings.num_sinks, settings.slots, state.seen[:, None, None]
-    number = seen - settings.window + torch.arange(settings.window, device=seen.device)
-    place, held, empty = sinks + (number - sinks) % settings.window, None, None
+    sinks, window, slots, seen = settings.num_sinks, settings.window, settings.slots, state.seen[:, None, None]
+    number = seen - window + torch.arange(window, device=seen.device)
+    place, kept = sinks + (number - sinks) % window, None
     if slots:
-        places, empty = state.number[..., 0].long(), torch.arange(state.number.shape[2], device=seen.device) >= seen
+        numbers, empty = state.number[..., 0].long(), torch.arange(settings.places, device=seen.device) >= seen
         # those in the slots by age, then empty places, then the window: by a number that rises in this order
-        order = torch.where(places < seen - settings.window, places, places + 2 * STAYS).masked_fill(empty, STAYS)
-        order = sinks + stable_order(order[..., sinks:])
-        held, place = order[..., :slots], order[..., slots:]
-    place = torch.where(number < sinks, number.clamp(min=0), place)
-    window = _take(state, place, sinks)[:-1]
-    states = [getattr(state, x) for x in settings.passes]
-    if not slots:
-        return _Past(*window, states, None, None)
-    kept = Slots(*_take(state, held, sinks))
-    empty = torch.arange(slots, device=seen.device) >= seen - settings.window - sinks
-    kept = kept._replace(score=kept.score.masked_fill(empty[..., None], -torch.inf))
-    return _Past(*window, states, kept, state.recall)
+        order = torch.where(numbers < seen - window, numbers, numbers + 2 * STAYS).masked_fill(empty, STAYS)
+        held, place = (sinks + stable_order(order[..., sinks:])).split([slots, window], -1)
+        kept = Slots(*_take(state, held, sinks))
+        empty = torch.arange(slots, device=seen.device) >= seen - window - sinks
+        kept = kept._replace(score=kept.score.masked_fill(empty[..., None], -torch.inf))
+    tokens = _take(state, torch.where(number < sinks, number.clamp(min=0), place), sinks)
+    return _Past(*tokens[:-1], [getattr(state, x) for x in settings.passes], kept, state.recall)
 
 
 def _take(state: LayerState, place: Tensor, sinks: int) -> list[Tensor | None]:
@@ -402,6 +405,7 @@ class _Call:
         self.blocks = blocks_of(q.shape[2], size, chunks_per_block(q, size))
         self.tokens = [Tokens(*x) for x in zip(*(split(x, self.blocks, 2) for x in tokens), strict=True)]
         self.decays = list(zip(*(split(x, self.blocks, 2) for x in decays), strict=True))
+        self.place, self.real = split(layout.place, self.blocks, 1), split(layout.real, self.blocks, 1)
         self.sinks = self._sinks_of_blocks() if settings.num_sinks else [None] * len(self.blocks)
 
     def _sinks(self, start: Tensor) -> list[Tensor]:
@@ -437,10 +441,8 @@ class _Call:
         """Out `[B, H, n, dv]` of block i."""
         block, tokens, settings, parameters = self.blocks[i], self.tokens[i], self.settings, self.parameters
         far = Block(block.start, 1, block.length) if self.by_fla else block  # kernels make their own chunks
-        part = slice(block.start, block.start + block.length)
-        place = self.layout.place[:, part]
-        real = None if self.layout.real is None else self.layout.real[:, part]
-        far_tokens = place - (settings.window + settings.num_sinks + settings.slots - 1)  # n_t
+        place, real = self.place[i], self.real[i]
+        far_tokens = place - (settings.places - 1)  # n_t
         is_far = far_tokens > 0 if real is None else (far_tokens > 0) & real
         is_far, far_tokens = (by_chunk(x, far)[:, None, :, None] for x in (is_far, far_tokens))
 
@@ -493,7 +495,7 @@ class _Call:
         state behind them."""
         block, settings = self.blocks[i], self.settings
         size, columns = block.chunk_size, settings.num_sinks + settings.window
-        place = by_chunk(self.layout.place[:, block.start : block.start + block.length], block)
+        place = by_chunk(self.place[i], block)
         visible = near_visible(place, settings)
         window = ([x.unfold(2, settings.window + size, size).permute(0, 2, 1, 4, 3)] for x in (k, v))
         near_k, near_v = (
@@ -526,23 +528,21 @@ class _Call:
 
     def _scores(self, q: Tensor, keys: list[Tensor]) -> Tensor:
         """`[B * chunks, Hkv, group, C, columns]`, of q `[B * chunks, H, C, d]`, scaled."""
-        k, softcap = self._joined(keys), self.settings.softcap
+        k = self._joined(keys)
         group = q.shape[1] // k.shape[1], q.shape[2]
-        scores = (q.unflatten(1, (k.shape[1], group[0])).flatten(2, 3) @ k.mT).unflatten(2, group).to(self.dtype)
-        return scores if softcap is None else softcap * (scores / softcap).tanh()
+        scores = (q.unflatten(1, (k.shape[1], group[0])).flatten(2, 3) @ k.mT).unflatten(2, group)
+        return capped(scores.to(self.dtype), self.settings)
 
     def _by_attention(self, i: int) -> bool:
         return self.scores[i] is None and self.settings.slot_score == "attention"
 
     def _scores_held(self, i: int, past: _Past, scores: Tensor | None, visible: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scores of the tokens held, `[B, Hkv, W + n, 1]`, and the state behind `recall`."""
-        block, settings, recall = self.blocks[i], self.settings, past.recall
-        part = slice(block.start, block.start + block.length)
-        real = None if self.layout.real is None else self.layout.real[:, part]
+        block, settings, real, recall = self.blocks[i], self.settings, self.real[i], past.recall
         if self.scores[i] is not None:
             new = self.scores[i].detach().to(self.dtype)[..., None]
         elif settings.slot_score == "recall":
-            stored = self.layout.place[:, part] >= settings.num_sinks
+            stored = self.place[i] >= settings.num_sinks
             stored = by_chunk(stored if real is None else stored & real, block)[:, None, :, None]
             tokens, (weights,) = self.tokens[i], block_weights([None], block, self.layout.runs)
             with torch.no_grad():
@@ -561,11 +561,9 @@ class _Call:
         return held, recall
 
     def _choose(self, i: int, slot_score: Tensor, score: Tensor) -> Choice:
-        block, settings = self.blocks[i], self.settings
-        part = slice(block.start, block.start + block.length)
-        place = self.layout.place[:, part]
+        block, settings, place, real = self.blocks[i], self.settings, self.place[i], self.real[i]
         leaves = place >= settings.window + settings.num_sinks
-        leaves = leaves if self.layout.real is None else leaves & self.layout.real[:, part]
+        leaves = leaves if real is None else leaves & real
         score = score[:, :, : block.length, 0].clamp(min=torch.finfo(score.dtype).min)
         score = score.masked_fill(~leaves[:, None], -torch.inf)
         kept = place[:, :: block.chunk_size] > settings.window + settings.num_sinks
@@ -669,11 +667,10 @@ def step_tokens(state: LayerState, mask: Tensor | None, settings: WindowSettings
 
 
 def step_places(token: StepTokens, settings: WindowSettings) -> StepPlaces:
-    places = settings.num_sinks + settings.window + settings.slots
-    far_tokens = token.count - (places - 1)
+    far_tokens = token.count - (settings.places - 1)
     full = far_tokens > 0
     is_far = full if token.real is None else full & token.real
-    hidden = token.hidden[..., :places]
+    hidden = token.hidden[..., : settings.places]
     return StepPlaces(token, full, is_far.to(token.one.dtype), far_tokens.clamp(min=1).rsqrt(), hidden)
 
 
@@ -791,8 +788,7 @@ def _step_scores(q: Tensor, k: Tensor, hidden: Tensor, settings: WindowSettings)
     q = q.reshape(k.shape[0], -1, dim)
     if settings.softcap is None and q.dtype == hidden.dtype:
         return torch.baddbmm(hidden, q, k.mT, alpha=scale)
-    scores = scale * (q @ k.mT).to(hidden.dtype)
-    return (scores if settings.softcap is None else settings.softcap * (scores / settings.softcap).tanh()) + hidden
+    return capped(scale * (q @ k.mT).to(hidden.dtype), settings) + hidden
 
 
 def _step_softmax(scores: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
