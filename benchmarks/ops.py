@@ -268,7 +268,9 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 4096, 8192, 32768, 65536])
     parser.add_argument("--shapes", nargs="+", default=["9,3,64", "9,3,128", "32,8,64", "32,8,128"], help="H,Hkv,d")
     parser.add_argument("--operators", nargs="+", default=list(OPERATORS), choices=list(OPERATORS))
-    parser.add_argument("--backend", default="auto", choices=["auto", "torch", "fla"], help="default: as models choose")
+    parser.add_argument(
+        "--backend", default="auto", choices=["auto", "torch", "kernels"], help="default: as models choose"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
         "--limit", type=float, default=10, help="seconds: what takes longer is not timed at more tokens"

@@ -1,11 +1,12 @@
-"""What flash-linear-attention's kernels need of a GPU, compiled for it without one.
+"""What the kernels need of a GPU, compiled for it without one.
 
     python benchmarks/resources.py [--targets sm_80 sm_90 gfx942] [--head-dims 64 128] [--json FILE]
 
-The kernels of a default layer's forward and backward pass, the part beyond the window, as `hla_hf` calls them: features
-of 2 head_dim, values of head_dim and a column of ones, in fp32. Every configuration that Triton's autotuner would time
-is compiled. Per kernel: how many there are, how many fit (shared memory of a block within the target's, no register
-spilled), and what the leanest needs: registers and spilled bytes per thread, bytes of shared memory per block.
+The kernels of a default layer with slots in bf16, as `hla_hf` calls them: flash-linear-attention's of the part beyond
+the window, forward and backward (features of 2 head_dim, values of head_dim, a column of ones and one to make their
+number even), and our own of the window and of a token of decoding. Every configuration that Triton's autotuner would
+time is compiled. Per kernel: how many there are, how many fit (shared memory of a block within the target's, no
+register spilled), and what the leanest needs: registers and spilled bytes per thread, bytes of shared memory per block.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -28,6 +30,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from hla_hf.cache_hla import LayerTokens
+from hla_hf.configuration_hla import config_class
+from hla_hf.layer_hla import HLALayer, LayerSettings
+from hla_hf.near_hla import near_softmax
 
 
 # and the bytes of shared memory that a block can have
@@ -84,22 +91,53 @@ def needs(kernel: CompiledKernel) -> Needs:
 
 def compiled(target: GPUTarget, head_dim: int) -> dict[str, list[Needs]]:
     """By name, in each configuration. Once per process: an autotuner would remember its choice for another target."""
-    kernels: dict[str, list[Needs]] = {}
+    kernels: dict[str, dict[str, Needs]] = {}
     launch = JITFunction.run
 
     def compile_only(function: JITFunction, *arguments, warmup: bool, **options) -> CompiledKernel:
         kernel = launch(function, *arguments, warmup=True, **options)
-        kernels.setdefault(function.fn.__name__, []).append(needs(kernel))
+        kernels.setdefault(function.fn.__name__, {})[kernel.hash] = needs(kernel)
         return kernel
 
     driver.set_active(NoDevice(target))
     with patch.object(JITFunction, "run", compile_only):
-        features, values = 2 * head_dim, head_dim + 1
-        q, k, v = (torch.zeros(1, 128, 4, size, requires_grad=True) for size in (features, features, values))
+        features, values = 2 * head_dim, head_dim + 2
+        q, k, v = (
+            torch.zeros(1, 128, 4, size, dtype=torch.bfloat16, requires_grad=True)
+            for size in (features, features, values)
+        )
         state = torch.zeros(1, 4, features, values)
         out, _ = chunk_simple_gla(q, k, v, scale=1.0, initial_state=state, output_final_state=True)
         out.sum().backward()
-    return kernels
+        near_and_step(head_dim)
+    return {name: list(x.values()) for name, x in kernels.items()}
+
+
+def near_and_step(head_dim: int) -> None:
+    """This package's own kernels, of a default layer with slots in bf16: a chunk, and a token of decoding."""
+    heads, kv_heads = 8, 2
+    config = config_class("llama")(
+        num_hidden_layers=1, hidden_size=heads * head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        hla_slots=160, hla_slot_score="learned",
+    )  # fmt: skip
+    attention = SimpleNamespace(layer_idx=0, head_dim=head_dim, scaling=head_dim**-0.5)
+    layer = HLALayer(LayerSettings.of(config, attention), dtype=torch.bfloat16)
+    window = layer.settings.window
+
+    def tokens(heads: int, count: int) -> torch.Tensor:
+        return torch.zeros(1, heads, count, head_dim, dtype=torch.bfloat16, requires_grad=True)
+
+    columns = window.places + window.chunk_size
+    visible = torch.ones(1, kv_heads, window.chunk_size, columns, dtype=torch.bool)
+    k, v = (tokens(kv_heads, columns) for _ in range(2))
+    out, largest = near_softmax(tokens(heads, window.chunk_size), k, v, visible, None)
+    (out.sum() + largest.sum()).backward()
+
+    with torch.no_grad():
+        one = LayerTokens(*(tokens(n, 1) for n in (heads, kv_heads, kv_heads, heads, kv_heads)))
+        _, state = layer(one)
+        with patch("hla_hf.layer_hla.use_triton", lambda _: True):
+            layer(one, state)
 
 
 def main() -> None:

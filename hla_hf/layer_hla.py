@@ -24,7 +24,9 @@ from transformers import initialization as init
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from .cache_hla import HLACacheLayer, LayerTokens
+from .near_hla import use_triton
 from .ops_hla import ahla, causal_linear_attention, compute_dtype, feature_map, hedgehog, hla2, hla3, tokens_seen
+from .step_hla import MAX_GROUP, MAX_PLACES, fused_step
 from .window_hla import (
     FarParameters,
     LayerState,
@@ -162,10 +164,22 @@ class HLALayer(nn.Module):
             memo, (window.window, window.num_sinks), None,
             lambda: step_tokens(state, tokens.mask, window, self.settings.most_places),
         )  # fmt: skip
-        places: StepPlaces = remembered(memo, window, None, lambda: step_places(token, window))
         parameters, own = self._step_parameters()
+        if use_triton(tokens.q) and self._step_is_fused(state):
+            return fused_step(Tokens(*tokens[:5]), state, own, window, token), state
+        places: StepPlaces = remembered(memo, window, None, lambda: step_places(token, window))
         scores = self._scores(tokens, own)
         return decode_step(Tokens(*tokens[:5]), state, parameters, window, places, scores), state
+
+    def _step_is_fused(self, state: LayerState) -> bool:
+        settings = self.settings
+        return (
+            (settings.operator, settings.feature_map, settings.decay) == ("linear", "hedgehog", None)
+            and settings.learns_scores == (settings.window.slots > 0)
+            and settings.window.places <= MAX_PLACES
+            and settings.heads // settings.key_value_heads <= MAX_GROUP
+            and all(x is None or x.is_contiguous() for x in state)
+        )
 
     def slot_scores(self, k: Tensor, v: Tensor, own: dict[str, Tensor] | None = None) -> Tensor:
         """The learned scores `[B, Hkv, T]` of tokens, k before its rotation and v `[B, Hkv, T, d]`; for training them,

@@ -220,7 +220,7 @@ def _products(x: Tensor) -> Tensor:
 
 # ---- which code evaluates the primitive ----------------------------------------
 
-BACKEND = "auto"  # or "torch", or "fla": the kernels of flash-linear-attention, wherever the tensors are
+BACKEND = "auto"  # or "torch", or "kernels", wherever the tensors are
 
 
 @cache
@@ -240,7 +240,7 @@ def use_fla(q: Tensor) -> bool:
     if BACKEND == "auto":
         eager = not torch.compiler.is_compiling()
         return eager and q.is_cuda and q.dtype != torch.float64 and _fla_kernels() is not None
-    return BACKEND == "fla"
+    return BACKEND == "kernels"
 
 
 def _attend_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None, form: str):
@@ -251,9 +251,12 @@ def _attend_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state
     if log_decay is not None:
         log_decay = repeat_heads(log_decay, q.shape[2]).expand(q.shape[0], -1, length).transpose(1, 2).contiguous()
     state = None if state is None else repeat_heads(state, q.shape[2]).contiguous()
-    kernel = _fla_kernels()[form == "recurrent"]
+    kernel, width = _fla_kernels()[form == "recurrent"], v.shape[3]
+    if width % 2 and v.element_size() == 2:  # which their backward pass refuses
+        v, state = pad(v, (0, 1)), None if state is None else pad(state, (0, 1))
     out, state = kernel(q, k, v, g=log_decay, scale=1.0, initial_state=state, output_final_state=True)
-    return out.transpose(1, 2), state[:, :: q.shape[2] // state_heads].contiguous()  # a view would keep all heads
+    # a view would keep all heads
+    return out[..., :width].transpose(1, 2), state[:, :: q.shape[2] // state_heads, :, :width].contiguous()
 
 
 # ---- a sequence as blocks of chunks ----------------------------------------

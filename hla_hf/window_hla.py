@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .near_hla import near_softmax, use_triton
 from .ops_hla import (
     OPERATORS,
     Block,
@@ -397,8 +398,8 @@ class _Call:
         size = _chunk_size(q, layout.runs is not None, settings)
         self.dtype, self.parameters, self.by_fla = dtype, parameters, use_fla(q)
         self.near_dtype = product_dtype(q)
-        # sums of sums need more, float16 has too small a range, kernels refuse an odd width of values in their backward
-        narrow = settings.operator == "linear" and self.near_dtype == torch.bfloat16 and not self.by_fla
+        # sums of sums need more, float16 has too small a range
+        narrow = settings.operator == "linear" and self.near_dtype == torch.bfloat16
         self.far_dtype = torch.bfloat16 if narrow else dtype
         self.scale = q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
         self.gate = of_heads(parameters.gate.to(dtype), q.shape[1])
@@ -504,7 +505,7 @@ class _Call:
         with no_autocast(k):
             q = fold((self.tokens[i].q.to(self.dtype) * self.scale).to(self.near_dtype), block.chunks)
             if not settings.slots:
-                return local_softmax(self._scores(q, near_k), visible[:, None], self._joined(near_v)), None, None, None
+                return self._softmax(q, near_k, near_v, visible[:, None]), None, None, None
             scores = self._scores(q, near_k) if self._by_attention(i) else None
         score, recall = self._scores_held(i, past, scores, visible)
         choice = self._choose(i, past.slots.score, score)
@@ -516,11 +517,18 @@ class _Call:
         in_slots, left = alive.split([settings.slots, size], -1)
         visible = torch.cat([in_slots, visible[:, None] | pad(left, (settings.num_sinks, settings.window))], -1)
         with no_autocast(k):
-            if scores is None:
-                scores = self._scores(q, [slot_k, *near_k])
-            else:
+            if scores is not None:
                 scores = torch.cat([self._scores(q, [slot_k]), scores], -1)
-            return local_softmax(scores, visible, self._joined([slot_v, *near_v])), choice, score, recall
+            return self._softmax(q, [slot_k, *near_k], [slot_v, *near_v], visible, scores), choice, score, recall
+
+    def _softmax(
+        self, q: Tensor, keys: list[Tensor], values: list[Tensor], visible: Tensor, scores: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        v = self._joined(values)
+        if scores is None and use_triton(q):
+            out, largest = near_softmax(q, self._joined(keys), v, visible, self.settings.softcap)
+            return out.to(self.dtype), largest
+        return local_softmax(self._scores(q, keys) if scores is None else scores, visible, v)
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         """Of `[B, chunks, Hkv, ., d]` each, `[B * chunks, Hkv, columns, d]`."""
