@@ -396,7 +396,7 @@ class _Call:
         self.all_tokens, self.layout, self.state, self.settings = tokens, layout, state, settings
         q, dtype = tokens.q, compute_dtype(tokens.q)
         size = _chunk_size(q, layout.runs is not None, settings)
-        self.dtype, self.parameters, self.by_fla = dtype, parameters, use_fla(q)
+        self.dtype, self.parameters, self.by_fla, self.by_triton = dtype, parameters, use_fla(q), use_triton(q)
         self.near_dtype = product_dtype(q)
         # sums of sums need more, float16 has too small a range
         narrow = settings.operator == "linear" and self.near_dtype == torch.bfloat16
@@ -525,7 +525,7 @@ class _Call:
         self, q: Tensor, keys: list[Tensor], values: list[Tensor], visible: Tensor, scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         v = self._joined(values)
-        if scores is None and use_triton(q):
+        if scores is None and self.by_triton:
             out, largest = near_softmax(q, self._joined(keys), v, visible, self.settings.softcap)
             return out.to(self.dtype), largest
         return local_softmax(self._scores(q, keys) if scores is None else scores, visible, v)
