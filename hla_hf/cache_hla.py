@@ -157,7 +157,7 @@ class HLACacheLayer(CacheLayerMixin):
         recorded = sum(run.length for _, run in self.recorded) + (0 if self.stale is None else self.stale.length)
         return min(recorded, MAX_RECORDED)
 
-    def activate_past_recording(self) -> None:
+    def activate_past_recording(self, **_) -> None:
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:

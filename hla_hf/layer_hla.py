@@ -291,7 +291,7 @@ class HLALayer(nn.Module):
 class _HeadsParallel(TensorParallelLayer):
     """Tensor parallelism of a parameter whose first dimension is its heads."""
 
-    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh, **_) -> None:
         full = getattr(module, param)
         sharded = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
         setattr(module, param, nn.Parameter(sharded, requires_grad=full.requires_grad))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import transformers
 import typer
 from jinja2 import TemplateError
 from torch import Tensor
@@ -68,8 +67,14 @@ def _bad_request(detail: str) -> Exception:
     return HTTPException(status_code=400, detail=detail)
 
 
-def follow_prompt_state(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Makes `model.generate` go on from a saved cache in each call, and `tokenizer` leave out what comes before.
+def follow_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes it leave out what comes before the text that follows a prompt state."""
+    if not isinstance(tokenizer, FollowingTokenizer):
+        tokenizer.__class__ = type("FollowingTokenizer", (FollowingTokenizer, type(tokenizer)), {})
+
+
+def follow_prompt_state(model: PreTrainedModel, path: Path) -> None:
+    """Makes `model.generate` go on from a saved cache in each call.
 
     Raises: FileNotFoundError; ValueError if the file is not a cache of one row that this model saved.
     """
@@ -94,9 +99,41 @@ def follow_prompt_state(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
         if kwargs.get(_CACHE_ARGUMENT) is None:
             raise ValueError("this endpoint does not generate, so it cannot follow the prompt state")
 
+    generate_after.follows_state = True
     model.generate = generate_after
     model.register_forward_pre_hook(refuse_without_state, with_kwargs=True)
-    tokenizer.__class__ = type("FollowingTokenizer", (FollowingTokenizer, type(tokenizer)), {})
+
+
+if is_serve_available():
+    from transformers.cli.serving import model_manager
+
+    class _Loader(getattr(model_manager, "ModelLoader", model_manager.ModelManager)):
+        """How the server loads a model: since Transformers 5.25 a copy of it does, in a process of the model's own."""
+
+        prompt_state: Path | None = None
+
+        def __init__(self, *args, **kwargs):
+            self.prompt_state = _Loader.prompt_state
+            super().__init__(*args, **kwargs)
+
+        def load_processor(self, model_id: str) -> PreTrainedTokenizerBase:
+            tokenizer = super().load_processor(model_id)
+            if self.prompt_state is not None:
+                follow_tokens(tokenizer)
+            return tokenizer
+
+        def load_model_and_processor(self, *args, **kwargs) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+            for name in hla_hf.__all__:
+                if name.startswith("HLA") and name.endswith("ForCausalLM"):
+                    setattr(model_manager.transformers, name, getattr(hla_hf, name))  # where it looks for it
+            model, tokenizer = super().load_model_and_processor(*args, **kwargs)
+            if self.prompt_state is not None and not hasattr(model.generate, "follows_state"):
+                try:
+                    follow_prompt_state(model, self.prompt_state)
+                except (FileNotFoundError, ValueError) as error:
+                    raise typer.BadParameter(f"--prompt-state {self.prompt_state}: {error}") from error
+                follow_tokens(tokenizer)
+            return model, tokenizer
 
 
 def serve(prompt_state: Path | None = None, **options) -> None:
@@ -110,25 +147,15 @@ def serve(prompt_state: Path | None = None, **options) -> None:
         raise typer.BadParameter("--continuous-batching pages keys and values, which HLA layers do not keep")
     if prompt_state is not None and (options["force_model"] is None or options["compile"]):
         raise typer.BadParameter("--prompt-state belongs to one MODEL, which must be named, and excludes --compile")
-    from transformers.cli.serving.model_manager import ModelManager
-
-    load = ModelManager.load_model_and_processor
-
-    @functools.wraps(load)
-    def load_with_state(manager: ModelManager, *args, **kwargs) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        model, tokenizer = load(manager, *args, **kwargs)
-        if prompt_state is not None and not isinstance(tokenizer, FollowingTokenizer):
-            try:
-                follow_prompt_state(model, tokenizer, prompt_state)
-            except (FileNotFoundError, ValueError) as error:
-                raise typer.BadParameter(f"--prompt-state {prompt_state}: {error}") from error
-        return model, tokenizer
-
-    for name in hla_hf.__all__:
-        if name.startswith("HLA") and name.endswith("ForCausalLM"):
-            setattr(transformers, name, getattr(hla_hf, name))  # where the server looks up the class of a model
-    ModelManager.load_model_and_processor = load_with_state
-    Serve(**options)
+    _Loader.prompt_state = prompt_state
+    setattr(model_manager, _Loader.__base__.__name__, _Loader)
+    try:
+        Serve(**options)
+    except RuntimeError as error:  # of the process that loads the model
+        name, _, message = str(error).partition(": ")
+        if name == typer.BadParameter.__name__:
+            raise typer.BadParameter(message) from error
+        raise
 
 
 def main() -> None:

@@ -26,7 +26,10 @@ from hla_hf.configuration_hla import ARCHITECTURES, CODE_VERSION, available_arch
 
 ROOT = Path(hla_hf.__file__).parent.parent
 STUB = ROOT / "hla_hf" / "__init__.pyi"
-FILES = ("cache_hla", "configuration_hla", "layer_hla", "modeling_hla", "ops_hla", "slots_hla", "window_hla")
+FILES = (
+    "cache_hla", "configuration_hla", "layer_hla", "modeling_hla", "near_hla", "ops_hla", "slots_hla", "step_hla",
+    "window_hla",
+)  # fmt: skip
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 

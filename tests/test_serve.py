@@ -14,8 +14,7 @@ import pytest
 import torch
 from test_examples import make_tokenizer
 from tiny import cache_of, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cli.serving.model_manager import ModelManager
+from transformers import AutoModelForCausalLM
 
 from hla_hf.serve import follow_prompt_state, main
 
@@ -31,7 +30,8 @@ def model_and_tokenizer(tmp_path_factory):
     """A directory with a model whose layers are softmax and HLA with a window, and the two themselves."""
     path = tmp_path_factory.mktemp("served") / "model"
     tokenizer = make_tokenizer()
-    model = tiny_model(vocab_size=len(tokenizer), hla_window=8, hla_num_sinks=2, hla_layers=[1])
+    settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}  # longer prompts are refused
+    model = tiny_model(hla_window=8, hla_num_sinks=2, hla_layers=[1], **settings)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path, model, tokenizer
@@ -192,7 +192,7 @@ def test_responses_follow_a_prompt_state_and_what_does_not_generate_refuses(
     expected = client.responses.create(input=[document, question], **options)
     assert chat_client.responses.create(input=[question], **options).output_text == expected.output_text != ""
     model = AutoModelForCausalLM.from_pretrained(path)
-    follow_prompt_state(model, AutoTokenizer.from_pretrained(path), states / "chat.safetensors")
+    follow_prompt_state(model, states / "chat.safetensors")
     with pytest.raises(ValueError, match="cannot follow the prompt state"):
         model(torch.ones(1, 3, dtype=torch.long))
 
@@ -224,8 +224,7 @@ def test_bad_options_are_one_error(model_and_tokenizer, states, tmp_path, monkey
         ([str(path), "--continuous-batching"], "pages keys and values"),
     ):
         monkeypatch.setattr(sys, "argv", ["serve", *arguments])
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as info:
-            patch.setattr(ModelManager, "load_model_and_processor", ModelManager.load_model_and_processor)
+        with pytest.raises(SystemExit) as info:
             main()
         error = capsys.readouterr().err
         assert info.value.code == 2 and expected in " ".join(error.replace("│", " ").split()), error
