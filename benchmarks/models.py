@@ -1,11 +1,11 @@
 """Speed and memory of a converted model over its base: prefill, a decoding step, a training step.
 
-    python benchmarks/models.py BASE HLA [--contexts 512 1024 2048 8192] [--compile] [--json FILE]
+    python benchmarks/models.py BASE HLA [--contexts 512 1024 2048 8192] [--batch 1] [--compile] [--json FILE]
 
 Both models are in one process and take turns run by run, so that a busy machine slows both. A training step is forward
-and backward of one row of the context, with gradients of all weights. Prints medians of tokens per second with their
-ratio (above 1 HLA is faster), and the memory that a call needs beside the model (below 1 HLA needs less): at its peak,
-and what stays after reading, which is the cache.
+and backward of one row of the context, with gradients of all weights; decoding is of `--batch` rows. Prints medians of
+tokens per second with their ratio (above 1 HLA is faster), and the memory that a call needs beside the model (below 1
+HLA needs less): at its peak, and what stays after reading, which is the cache.
 """
 
 import argparse
@@ -68,12 +68,13 @@ def rows_at(
 
     reading = {name: lambda m=model: read(m, ids) for name, model in models.items()}
     add_speed("prefill", reading, context, options.rounds)
-    steps = {name: decoding_step(model, *read(model, ids)) for name, model in models.items()}
-    add_speed("decode", steps, 1, options.steps)
+    rows_of_ids = ids.expand(options.batch, -1)
+    steps = {name: decoding_step(model, *read(model, rows_of_ids)) for name, model in models.items()}
+    add_speed("decode", steps, options.batch, options.steps)
     if options.compile:
         torch._dynamo.reset()
-        steps = {name: compiled_decoding_step(model, ids, options.steps + 1) for name, model in models.items()}
-        add_speed("decode, compiled", steps, 1, options.steps)
+        steps = {name: compiled_decoding_step(model, rows_of_ids, options.steps + 1) for name, model in models.items()}
+        add_speed("decode, compiled", steps, options.batch, options.steps)
     del steps
     gc.collect()
     peaks, held = zip(*(device.memory(read_it) for read_it in reading.values()), strict=True)
@@ -89,6 +90,25 @@ def rows_at(
     return rows
 
 
+def plot(rows: list[dict], path: str) -> None:
+    """Tokens per second by context."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys(row["what"] for row in rows if row["what"].endswith("tokens/s")))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), squeeze=False)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        chosen = [row for row in rows if row["what"] == kind]
+        for name in ("base", "HLA"):
+            axis.loglog([row["context"] for row in chosen], [row[name] for row in chosen], "o-", label=name)
+        axis.set(title=kind, xlabel="tokens of context")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -97,6 +117,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=5, help="of prefill and training (default %(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="of decoding (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="rows of decoding (default %(default)s)")
     parser.add_argument(
         "--limit", type=float, default=30, help="what takes more seconds runs once (default %(default)s)"
     )
@@ -109,6 +130,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="default: the base's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", metavar="FILE", help="draw tokens per second there, with matplotlib")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -129,6 +151,8 @@ def main() -> None:
         Path(options.json).write_text(
             json.dumps(vars(options) | {"threads": threads, "results": rows}, indent=2) + "\n"
         )
+    if options.plot:
+        plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -264,7 +264,7 @@ def _attend_fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state
 
 def chunks_per_block(q: Tensor, chunk_size: int) -> int:
     """So many that what a block computes stays in the cache of a CPU, or fills a GPU."""
-    return max(1, (2**24 if q.is_cuda else 2**18) // q[:, :, :chunk_size].numel())
+    return max(1, (2**18 if q.device.type == "cpu" else 2**24) // q[:, :, :chunk_size].numel())
 
 
 class Block(NamedTuple):

@@ -314,7 +314,7 @@ def _partition(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chunk_size(q: Tensor, documents: bool, settings: WindowSettings) -> int:
     size = settings.chunk_size
-    if not q.is_cuda and not settings.slots:  # of the W + C keys that a chunk multiplies a token sees W
+    if q.device.type == "cpu" and not settings.slots:  # of the W + C keys that a chunk multiplies a token sees W
         size = min(size, max(16, settings.window // 2))
     # with documents, so that one of a chunk at most has sinks beyond the window
     return min(size, settings.window) if documents else size

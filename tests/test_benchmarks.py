@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_base, tiny_model, tokens
+from tiny import tiny_base, tiny_config, tiny_model, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from conversion import facts, recall, serving
 
@@ -158,7 +158,7 @@ def test_models_are_measured_side_by_side(tokenizer, benchmark, tmp_path, capsys
         tokenizer.save_pretrained(tmp_path / name)
     run(
         tmp_path / "base", tmp_path / "hla", "--contexts", 16, 64, "--rounds", 2, "--steps", 2,
-        "--max-training-context", 16, "--json", tmp_path / "models.json",
+        "--max-training-context", 16, "--json", tmp_path / "models.json", "--batch", 3,
     )  # fmt: skip
     rows = json.loads((tmp_path / "models.json").read_text())["results"]
     assert all(row["base"] > 0 and row["ratio"] == row["HLA"] / row["base"] for row in rows)
@@ -194,10 +194,33 @@ def test_a_default_layer_is_timed(benchmark):
 def test_expected_times(benchmark, capsys):
     """Of attention: in proportion to the context for flash attention, the same at any for HLA."""
     _, run = benchmark("expect")
-    run("--contexts", 4096, 8192)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "attention" in line]
+    run("--contexts", 4096, 8192, "--slots", 0)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "attention, forward" in line]
     (flash, hla), (longer, same) = ([float(x) for x in line[3:5]] for line in lines)
     assert longer == pytest.approx(2 * flash, rel=0.01) and same == hla > 0
+
+
+def test_measured_times_beside_the_expected(benchmark, tmp_path, capsys):
+    script, run = benchmark("expect")
+    tiny_config(hla_window=8, hla_slots=4, head_dim=16).save_pretrained(tmp_path)
+    model = script.Model(AutoConfig.from_pretrained(tmp_path))
+    least = [model.decoding(32768, 16, hla) / 16 for hla in (False, True)]
+
+    def check(base, hla):
+        """With decoding that takes so many times the least."""
+        rates = {"base": 1 / (base * least[0]), "HLA": 1 / (hla * least[1])}
+        result = {"context": 32768, "what": "decode tokens/s", "ratio": rates["HLA"] / rates["base"]} | rates
+        measured = {"hla": str(tmp_path), "batch": 16, "results": [result]}
+        (tmp_path / "models.json").write_text(json.dumps(measured))
+        run("--measured", tmp_path / "models.json")
+
+    assert least[0] > 10 * least[1]
+    check(2, 3)
+    assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["2.00", "3.00"]
+    with pytest.raises(SystemExit, match=r"0\.50 of the least time"):
+        check(0.5, 3)
+    with pytest.raises(SystemExit, match=r"target 2\.00"):
+        check(2, 1e6)
 
 
 def test_memory_of_a_layer(benchmark, monkeypatch, capsys):
