@@ -6,7 +6,7 @@ from tiny import CACHE, MODES, cache_of, tiny_model, tokens
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, StaticCache, Trainer, TrainingArguments
 from transformers.models.llama import modeling_llama
 
 import hla_hf
@@ -209,6 +209,24 @@ def test_prefill_is_one_graph_for_every_length(mode, backend, float64_throughout
         assert_close(out.logits[real], expected.logits[real], **TIGHT)
         assert_same_states(cache_of(out), cache_of(expected))
     assert counter.frame_count == 1
+
+
+@SLOW
+def test_trainer_compiles_twice(tmp_path):
+    """With rows of changing length: for the first, then for all others."""
+    rows = [{"input_ids": tokens(1, length, seed=length)[0]} for length in (20, 64, 65, 200, 33, 130, 7, 90)]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=len(rows), per_device_train_batch_size=1, torch_compile=True, report_to=[],
+        torch_compile_backend="aot_eager", save_strategy="no", use_cpu=True, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    counters.clear()
+    Trainer(
+        tiny_model(**MODES["windowed"], dtype=torch.float32),
+        arguments,
+        train_dataset=rows,
+        data_collator=lambda batch: dict.fromkeys(("input_ids", "labels"), batch[0]["input_ids"][None]),
+    ).train()
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 
 def assert_same_states(cache, expected):
