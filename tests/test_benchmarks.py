@@ -200,8 +200,9 @@ def test_expected_times(benchmark, capsys):
     assert longer == pytest.approx(2 * flash, rel=0.01) and same == hla > 0
 
 
-def test_measured_times_beside_the_expected(benchmark, tmp_path, capsys):
+def test_measured_times_beside_the_expected(benchmark, tmp_path, monkeypatch, capsys):
     script, run = benchmark("expect")
+    monkeypatch.setattr(script, "TOKENS", 128)
     tiny_config(hla_window=8, hla_slots=4, head_dim=16).save_pretrained(tmp_path)
     model = script.Model(AutoConfig.from_pretrained(tmp_path))
     least = [model.decoding(32768, 16, hla) / 16 for hla in (False, True)]
