@@ -18,10 +18,10 @@ than the least that is possible, or a target is missed.
 import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from ops import layer_settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,7 +60,7 @@ class Machine(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **kwargs or {})
         name = function._opname
-        if function.is_view or "empty" in name or name in ("detach", "_unsafe_view", "_local_scalar_dense"):
+        if function.is_view or "empty" in name or name in ("detach", "_unsafe_view"):
             return out
         count = flop_registry.get(function._overloadpacket)
         operations = 0 if count is None else count(*args, **kwargs or {}, out_val=out)
@@ -98,7 +98,7 @@ class FarKernels(torch.autograd.Function):
         machine.add(rows * features * width, [k, v, states, end, *given])
         machine.add(rows * (CHUNK * (features + width) + features * width), [q, k, v, states, out])
         ctx.machine, ctx.rows, ctx.goes_on = machine, rows, state is not None
-        ctx.save_for_backward(q, k, v, states.float(), end)
+        ctx.save_for_backward(q, k, v, torch.empty_like(states, dtype=torch.float32), end)  # made again in fp32
         return out, end
 
     @staticmethod
@@ -153,8 +153,7 @@ class Model:
         attention = 2 * hidden * dim * (heads + config.num_key_value_heads)
         self.weights = config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size)
         self.head = hidden * config.vocab_size
-        attentions = (SimpleNamespace(layer_idx=i, head_dim=dim, scaling=dim**-0.5) for i in config.hla_layer_ids)
-        self.settings = [LayerSettings.of(config, attention) for attention in attentions]
+        self.settings = [layer_settings(config, index) for index in config.hla_layer_ids]
         counted = {settings: hla_layer(settings, dim) for settings in set(self.settings)}
         self.layers = [counted[settings] for settings in self.settings]
 
@@ -201,7 +200,12 @@ def table(model: Model, contexts: list[int], batch: int) -> None:
             ),
             ("prefill", "s", [model.row(context, False, x) for x in (0, 1)], model.launches(context, False)),
             ("training step", "s", [model.row(context, True, x) for x in (0, 1)], model.launches(context, True)),
-            (f"decoding, {batch} rows", "ms", [1e3 * model.decoding(context, batch, x) for x in (0, 1)], layers),
+            (
+                f"decoding, {batch} rows",
+                "ms",
+                [1e3 * model.decoding(context, batch, x) for x in (0, 1)],
+                len(model.layers),
+            ),
         ):
             launches = launches and f"{launches:10,.0f}"
             print(f"{context:8,}  {what:22}{base:12.3g}{hla:12.3g}{base / hla:11.2f}  {unit:8}{launches}")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from ops import Device, medians
+from ops import Device, draw, medians
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel, StaticCache
 
@@ -90,25 +90,6 @@ def rows_at(
     return rows
 
 
-def plot(rows: list[dict], path: str) -> None:
-    """Tokens per second by context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    kinds = list(dict.fromkeys(row["what"] for row in rows if row["what"].endswith("tokens/s")))
-    figure, axes = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), squeeze=False)
-    for axis, kind in zip(axes[0], kinds, strict=True):
-        chosen = [row for row in rows if row["what"] == kind]
-        for name in ("base", "HLA"):
-            axis.loglog([row["context"] for row in chosen], [row[name] for row in chosen], "o-", label=name)
-        axis.set(title=kind, xlabel="tokens of context")
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -143,16 +124,17 @@ def main() -> None:
     threads = torch.get_num_threads()
     print(f"{hla.dtype}, {options.device}, {threads} threads")
     print(f"{'context':>8}  {'':26}{'base':>16}{'HLA':>16}{'HLA/base':>10}")
-    device = Device(options.device)
+    device, models = Device(options.device), {"base": base, "HLA": hla}
     rows = []
     for context in options.contexts:
-        rows += rows_at(context, {"base": base, "HLA": hla}, device, options)
+        rows += rows_at(context, models, device, options)
     if options.json:
         Path(options.json).write_text(
             json.dumps(vars(options) | {"threads": threads, "results": rows}, indent=2) + "\n"
         )
     if options.plot:
-        plot(rows, options.plot)
+        speeds = [row for row in rows if row["what"].endswith("tokens/s")]
+        draw(((x["what"], name, x["context"], x[name]) for x in speeds for name in models), options.plot, "tokens/s")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedConfig
 
 from hla_hf import ops_hla
 from hla_hf.cache_hla import LayerTokens
@@ -32,11 +33,18 @@ CHUNK_SIZE = 64
 LOOP_LENGTH = 2048  # the token loop is timed up to here
 
 
-def default_settings(heads: int, kv_heads: int, dim: int) -> LayerSettings:
-    config = config_class("llama")(
-        num_hidden_layers=1, hidden_size=heads * dim, num_attention_heads=heads, num_key_value_heads=kv_heads
-    )
-    return LayerSettings.of(config, SimpleNamespace(layer_idx=0, head_dim=dim, scaling=dim**-0.5))
+def layer_settings(config: PreTrainedConfig, index: int = 0) -> LayerSettings:
+    dim = config.head_dim
+    return LayerSettings.of(config, SimpleNamespace(layer_idx=index, head_dim=dim, scaling=dim**-0.5))
+
+
+def default_settings(heads: int, kv_heads: int, dim: int, **settings) -> LayerSettings:
+    return layer_settings(
+        config_class("llama")(
+            num_hidden_layers=1, hidden_size=heads * dim, num_attention_heads=heads, num_key_value_heads=kv_heads,
+            head_dim=dim, **settings,
+        )
+    )  # fmt: skip
 
 
 @cache
@@ -240,24 +248,30 @@ def memory(args, device, shape) -> list[dict]:
     return rows
 
 
-def plot(rows, path) -> None:
+def draw(points: Iterable[tuple[str, str, float, float]], path: str | Path, ylabel: str) -> None:
+    """Each point is the title of its plot, the name of its line, tokens and value."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    kinds = list(dict.fromkeys((row["what"], tuple(row["shape"])) for row in rows if "fraction" in row))
-    figure, axes = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), squeeze=False)
-    for axis, kind in zip(axes[0], kinds, strict=True):
-        chosen = [row for row in rows if "fraction" in row and (row["what"], tuple(row["shape"])) == kind]
-        for name in dict.fromkeys(row["operator"] for row in chosen):
-            points = [(row["length"], row["ms"]) for row in chosen if row["operator"] == name]
-            axis.loglog(*zip(*points, strict=True), "o-", label=name)
-        (heads, kv_heads, dim), what = kind[1], kind[0]
-        axis.set(title=f"{what}, H={heads}/{kv_heads}, d={dim}", xlabel="tokens", ylabel="ms")
+    plots: dict[str, dict[str, list]] = {}
+    for title, name, *point in points:
+        plots.setdefault(title, {}).setdefault(name, []).append(point)
+    figure, axes = plt.subplots(1, len(plots), figsize=(5 * len(plots), 4), squeeze=False)
+    for axis, (title, lines) in zip(axes[0], plots.items(), strict=True):
+        for name, line in lines.items():
+            axis.loglog(*zip(*line, strict=True), "o-", label=name)
+        axis.set(title=title, xlabel="tokens", ylabel=ylabel)
         axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def plot(rows, path) -> None:
+    titles = "{what}, H={shape[0]}/{shape[1]}, d={shape[2]}"
+    timed = (row for row in rows if "fraction" in row)
+    draw(((titles.format(**row), row["operator"], row["length"], row["ms"]) for row in timed), path, "ms")
 
 
 def main() -> None:

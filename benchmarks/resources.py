@@ -19,21 +19,20 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import triton
 from fla.ops.simple_gla import chunk_simple_gla  # before a device is made up, whose name it would ask for
+from ops import default_settings
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from hla_hf.cache_hla import LayerTokens
-from hla_hf.configuration_hla import config_class
-from hla_hf.layer_hla import HLALayer, LayerSettings
+from hla_hf.layer_hla import HLALayer
 from hla_hf.near_hla import near_softmax
 
 
@@ -116,12 +115,8 @@ def compiled(target: GPUTarget, head_dim: int) -> dict[str, list[Needs]]:
 def near_and_step(head_dim: int) -> None:
     """This package's own kernels, of a default layer with slots in bf16: a chunk, and a token of decoding."""
     heads, kv_heads = 8, 2
-    config = config_class("llama")(
-        num_hidden_layers=1, hidden_size=heads * head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        hla_slots=160, hla_slot_score="learned",
-    )  # fmt: skip
-    attention = SimpleNamespace(layer_idx=0, head_dim=head_dim, scaling=head_dim**-0.5)
-    layer = HLALayer(LayerSettings.of(config, attention), dtype=torch.bfloat16)
+    settings = default_settings(heads, kv_heads, head_dim, hla_slots=160, hla_slot_score="learned")
+    layer = HLALayer(settings, dtype=torch.bfloat16)
     window = layer.settings.window
 
     def tokens(heads: int, count: int) -> torch.Tensor:

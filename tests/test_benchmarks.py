@@ -159,7 +159,9 @@ def test_models_are_measured_side_by_side(tokenizer, benchmark, tmp_path, capsys
     run(
         tmp_path / "base", tmp_path / "hla", "--contexts", 16, 64, "--rounds", 2, "--steps", 2,
         "--max-training-context", 16, "--json", tmp_path / "models.json", "--batch", 3,
+        "--plot", tmp_path / "models.png",
     )  # fmt: skip
+    assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((tmp_path / "models.json").read_text())["results"]
     assert all(row["base"] > 0 and row["ratio"] == row["HLA"] / row["base"] for row in rows)
     found = {(row["context"], row["what"]): row for row in rows}
